@@ -322,6 +322,9 @@ class EmptyUpdate(UpdateRefused):
 class LateUpdate(UpdateRefused):
     """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"
+class StaleUpdate(UpdateRefused):
+    """The update was computed at a model that is more steps old than --max-staleness allows."""
+    remedy = "raise --max-staleness, or let each step have more updates: --buffer"
 class UnexpectedUpdate(UpdateRefused):
     """The update was replayed, never requested, or sent under another client's name."""
 class WrongShare(UpdateRefused):

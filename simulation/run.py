@@ -13,6 +13,7 @@ import torch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
+from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer, Observers
@@ -66,7 +67,14 @@ def _run_in_process(
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
         observers = Observers(RoundLog(), *tracking, observer)
-        run(training, fleet, on_round=on_round, resume=resume, observer=observers)
+        run(
+            training,
+            fleet,
+            on_round=on_round,
+            resume=resume,
+            observer=observers,
+            run_round=rounds_of(settings, fleet),
+        )
 
 
 def run_on_messages(

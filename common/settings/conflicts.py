@@ -12,6 +12,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.rounds import (
     AggregationSettings,
+    AsynchronousSettings,
     CohortSettings,
     CompressionSettings,
     PrivacySettings,
@@ -36,6 +37,7 @@ def check_together(
     cohort: CohortSettings,
     aggregation: AggregationSettings,
     compression: CompressionSettings,
+    asynchronous: AsynchronousSettings,
     secure: SecureSettings,
     privacy: PrivacySettings,
     model: ModelSettings,
@@ -64,6 +66,9 @@ def check_together(
         found += _of_masks(secure, plan, aggregation, evaluation, simulation)
     if compression.up != "off":
         found += _of_compression(compression, plan, aggregation, secure, privacy)
+    found += _of_asynchronous(
+        asynchronous, plan, cohort, aggregation, secure, privacy, evaluation, simulation
+    )
     found += _of_workers(simulation)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
     if found:
@@ -210,6 +215,57 @@ def _of_masks(
             "worker processes compute no masked updates, which are exchanged as messages",
             remedy="leave out --workers or --secure-aggregation",
         )
+
+
+def _of_asynchronous(
+    asynchronous: AsynchronousSettings,
+    plan: PlanSettings,
+    cohort: CohortSettings,
+    aggregation: AggregationSettings,
+    secure: SecureSettings,
+    privacy: PrivacySettings,
+    evaluation: EvaluationSettings,
+    simulation: SimulationSettings,
+) -> Iterator[SettingsError]:
+    """Yield what needs a round's updates to be of one model (docs/asynchronous.md)."""
+    size = asynchronous.buffer
+    if not asynchronous.is_on:
+        if size is not None:
+            yield SettingsError(
+                "--buffer is the number of updates of an asynchronous step, and rounds are "
+                "synchronous",
+                remedy="leave out --buffer, or add --asynchronous",
+            )
+        return
+    if size is not None and size < cohort.min_clients:
+        yield SettingsError(
+            f"a step has {size} updates (--buffer), and needs {cohort.min_clients} (--min-clients)",
+            remedy="raise --buffer, or lower --min-clients",
+        )
+    if size is not None and cohort.size is not None and size > cohort.size:
+        yield SettingsError(
+            f"--cohort-size {cohort.size} is the number of clients at work at a time, and a buffer "
+            f"of {size} would never be full",
+            remedy="lower --buffer, or raise --cohort-size",
+        )
+    refused = {
+        "an update's part of the sum follows from its staleness, so that the noise of a sum has no "
+        "fixed bound to cover: leave out --privacy-epsilon, or --asynchronous": privacy.is_on,
+        "a secure session masks updates of one model: leave out --secure-aggregation, or "
+        "--asynchronous": secure.aggregation != "off",
+        "the noise scale compares gradients of one model: leave out --follow-noise-scale, or "
+        "--asynchronous": plan.follow_noise_scale,
+        "a robust rule compares updates of one model: leave out --aggregation, or "
+        "--asynchronous": aggregation.rule != "sum",
+        "a device would have to interrupt its plan to test the model: leave out "
+        "--evaluate-on-devices: the server tests on examples of its own": evaluation.on_devices,
+        f"--engine {simulation.engine} has no virtual clock that orders the answers: leave out "
+        "--engine": simulation.engine != "in-process",
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            what, _, remedy = text.partition(": ")
+            yield SettingsError(f"in asynchronous rounds {what}", remedy=remedy)
 
 
 def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:

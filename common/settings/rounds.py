@@ -106,6 +106,36 @@ class CompressionSettings(Branch):
         return CompressionTerms(method=self.up, fraction=self.fraction, feedback=self.feedback)
 
 
+class AsynchronousSettings(Branch):
+    """Rounds that wait for no device: a step whenever a buffer is full (docs/asynchronous.md)."""
+
+    is_on: bool = setting(
+        False,
+        "take a step as soon as --buffer updates are in, whichever model each was computed at; "
+        "no device waits for a slower one, and a late update still counts",
+        "--asynchronous/--synchronous",
+    )
+    buffer: Count | None = setting(
+        None,
+        "updates per step of asynchronous rounds; not set: a quarter of the clients",
+        "--buffer",
+    )
+    max_staleness: int = setting(
+        20,
+        "refuse an update that was computed at a model more than so many steps ago",
+        "--max-staleness",
+        ge=0,
+        le=2**31 - 1,
+    )
+    exponent: float = setting(
+        0.5,
+        "an update of staleness s counts (1 + s)^-EXPONENT times its weight; 0: all alike",
+        "--staleness-exponent",
+        ge=0,
+        le=16,
+    )
+
+
 class SecureSettings(Branch):
     """Secure aggregation: the server sees the cohort's sum, and no single update."""
 

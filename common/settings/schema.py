@@ -44,6 +44,7 @@ from headwater.common.settings.fields import (
 from headwater.common.settings.machines import ClientSettings, ServerSettings, TlsSettings
 from headwater.common.settings.rounds import (
     AggregationSettings,
+    AsynchronousSettings,
     CohortSettings,
     CompressionSettings,
     PrivacySettings,
@@ -64,6 +65,7 @@ __all__ = [
     "SETTINGS_FILE",
     "AggregationSettings",
     "AlgorithmSettings",
+    "AsynchronousSettings",
     "ClientSettings",
     "CohortSettings",
     "CompressionSettings",
@@ -156,6 +158,7 @@ class Settings(Branch):
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     compression: CompressionSettings = branch(CompressionSettings, RUN, on=RUNS)
+    asynchronous: AsynchronousSettings = branch(AsynchronousSettings, RUN, on=RUNS)
     secure: SecureSettings = branch(SecureSettings, SECURE, on=RUNS)
     privacy: PrivacySettings = branch(PrivacySettings, PRIVACY, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
@@ -174,6 +177,7 @@ class Settings(Branch):
             cohort=self.cohort,
             aggregation=self.aggregation,
             compression=self.compression,
+            asynchronous=self.asynchronous,
             secure=self.secure,
             privacy=self.privacy,
             model=self.model,

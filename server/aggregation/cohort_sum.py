@@ -102,23 +102,34 @@ class CohortSum:
             raise NonFiniteUpdate(f"{name}: the update contains a NaN or an infinity")
         return peaks
 
-    def fold(self, values_P: Vector, weight: int, peaks: Sequence[float] | None = None) -> None:
+    def fold(
+        self,
+        values_P: Vector,
+        weight: int,
+        peaks: Sequence[float] | None = None,
+        *,
+        times: int = 1,
+    ) -> None:
         """Add one checked update, or a sum of many in float64; an encoded one chunk by chunk.
 
-        ``peaks`` is what ``check`` returned; it is computed if it is not given.
+        ``peaks`` is what ``check`` returned; it is computed if it is not given. Vector and weight
+        count ``times`` times: below 2^29 the product with a float32 is exact.
         """
         source = _source_of(values_P)
         num_shifts = self.num_shifts
         for t, peak in enumerate(self._peaks_of(source) if peaks is None else peaks):
-            self._make_room(t, peak)
+            self._make_room(t, times * peak)
         if self.num_shifts != num_shifts:
             self._runs = _runs_of(self._layout, self._scale_bits)
         for low, high, factor in self._runs:
             # Multiplying a float32 by a power of two is exact, and the product fits in SUM_BITS.
             # Rounding below 2^-126 is far below 1/2.
-            scaled = source[low:high] * factor
+            part = source[low:high]
+            if times != 1:
+                part = part.astype(np.float64) * times
+            scaled = part * factor
             self._sum_P[low:high] += np.rint(scaled, out=scaled).astype(np.int64)
-        self.weight += weight
+        self.weight += times * weight
 
     def _peaks_of(self, source: Floats | EncodedVector) -> list[float]:
         """Return each tensor's largest magnitude: 0 in an empty one, NaN if it contains one."""

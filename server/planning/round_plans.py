@@ -141,11 +141,16 @@ class RoundPlanner:
         counted: Mapping[str, int],
         turn_seconds: float,
         due: Sequence[str] | None = None,
+        busy: Collection[str] = (),
+        num_updates: int | None = None,
     ) -> RoundPlans:
         """Select a round's cohort and plan each member's work.
 
         ``counted`` is the last round whose sum includes a client's update. ``due`` are
         the clients that may be in the round, in the order of their turns; None: all may be.
+
+        Of an asynchronous step: ``busy`` clients work on earlier plans. They get none, and the
+        others get what they would get beside them. ``num_updates`` of all sum the target.
 
         Raises:
             TooFewClients: --cohort-size is below --min-clients.
@@ -161,12 +166,17 @@ class RoundPlanner:
         excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
         self._check_permitted(clients.reports, excluded, round_number)
         waiting_since = self.known.waiting_since(clients.reports)
-        selection = self._select(clients.reports, due, excluded, waiting_since, costs, round_number)
-        names, exceptions = selection.names, selection.exceptions
+        selection = self._select(
+            clients.reports, due, busy, excluded, waiting_since, costs, round_number
+        )
+        exceptions = selection.exceptions
+        names = [*selection.names, *busy]
         self._check_enough(names, excluded, round_number)
         estimates = [self.known.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
         target = self.target.open(num_invited=len(names))
+        if num_updates is not None:
+            target = -(-target * len(names) // min(num_updates, len(names)))
         self._log_target(round_number, target, owned)
         assigned: Mapping[str, Assignment] = self.decisions.assign(
             names,
@@ -178,6 +188,7 @@ class RoundPlanner:
             costs=costs,
         )
         weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
+        assigned = assigned if not busy else {name: assigned[name] for name in selection.names}
         bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
         is_masked = self.settings.secure.aggregation != "off"
@@ -213,6 +224,7 @@ class RoundPlanner:
         self,
         reports: Mapping[str, DeviceReport],
         due: Sequence[str] | None,
+        busy: Collection[str],
         excluded: Mapping[str, str],
         waiting_since: Mapping[str, int],
         costs: TransferCosts,
@@ -234,15 +246,23 @@ class RoundPlanner:
                         slow[name] = found
             return [name for name in able if name not in slow] if slow else able, slow
 
+        names: Collection[str] = reports.keys() if due is None else frozenset(due)
+        size, min_clients = cohort.size, cohort.min_clients
+        if busy:
+            names = dict.fromkeys(name for name in names if name not in busy).keys()
+            size = None if size is None else max(size - len(busy), 0)
+            min_clients = max(min_clients - len(busy), 0)
+            if size == 0:
+                return Selection(names=[])
         return select(
-            reports.keys() if due is None else frozenset(due),
-            size=cohort.size,
+            names,
+            size=size,
             seed=self.settings.seed,
             round_number=round_number,
             judge=judge,
             waiting_since=waiting_since,
             within_rounds=cohort.invite_within_rounds,
-            min_clients=cohort.min_clients,
+            min_clients=min_clients,
             order=self.decisions.order,
             turns=due,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Literal
 
@@ -54,12 +54,14 @@ class OpenRound:
         norm_watch: NormWatch | None = None,
         beyond_norm: BeyondNorm = "refuse",
         held: HeldUpdates | None = None,
+        times_of: Callable[[Plan], int] | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
 
         ``metrics`` are the names that a secure session of the round masks. ``norm_watch`` is None
         if norms are not watched. With ``held``, updates are held one by one for a robust rule
-        rather than added to the sum.
+        rather than added to the sum. ``times_of`` says how many times an update with this plan
+        counts; None: once.
         """
         self.metrics = metrics
         self.plans = plans
@@ -83,6 +85,17 @@ class OpenRound:
         self._norm_watch = norm_watch
         self._beyond_norm = beyond_norm
         self._held = held
+        self._times_of = times_of
+
+    @property
+    def has_one_model(self) -> bool:
+        """Whether all updates were computed at the same model, as in a synchronous round."""
+        return self._times_of is None
+
+    @property
+    def weight(self) -> int:
+        """The weight of all accepted updates, each counted once."""
+        return sum(chain.from_iterable(part.sent_weight for part in self.columns))
 
     @property
     def columns(self) -> Sequence[ReportColumns]:
@@ -108,6 +121,10 @@ class OpenRound:
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Record why a client is not in the round."""
         self.refused[name] = error
+
+    def refuse_answer(self, name: str, error: UpdateRefused) -> None:
+        """Record that a client's answer was refused; it is counted and logged."""
+        self._refuse_updates([name], error)
 
     def take(self, answer: Update | UpdateBatch | ReadyReport | Dropout) -> None:
         """Check an answer; add it to the sum, or record why not. A batch counts whole or not."""
@@ -141,7 +158,9 @@ class OpenRound:
         if self._held is not None:
             self._held.add(whole(within_P), report.weight)
         else:
-            self._total.fold(within_P, report.weight, peaks if within_P is values_P else None)
+            times = 1 if self._times_of is None else self._times_of(plan)
+            known = peaks if within_P is values_P else None
+            self._total.fold(within_P, report.weight, known, times=times)
         self.accepted[report.name] = report
         self._reports.append(report)
         if report.clip_bit is not None:

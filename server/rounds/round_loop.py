@@ -43,6 +43,8 @@ from headwater.server.rounds.run_state import Training
 log = logging.getLogger(__name__)
 
 OnRound = Callable[[RoundRow], None]
+RunRound = Callable[[Training, Fleet, Observer], RoundRow]
+"""Runs one round, and commits it in memory."""
 NO_OBSERVER = Observers()
 
 
@@ -53,11 +55,12 @@ def run(
     on_round: OnRound,
     resume: bool = False,
     observer: Observer = NO_OBSERVER,
+    run_round: RunRound | None = None,
 ) -> None:
     """Run all rounds of ``training.settings``, and write the model to the folder ``out``.
 
     ``on_round`` is called with each committed round. A drained run ends after its last committed
-    round and leaves the same files.
+    round and leaves the same files. ``run_round`` replaces the synchronous round.
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``. Committed rounds stay in the checkpoint.
@@ -78,7 +81,7 @@ def run(
             if resume:
                 observer.resumed(training.round, training.changed)
             save_best(folder, training)  # a kill may have come between checkpoint and best model
-        _run_rounds(training, fleet, on_round, observer)
+        _run_rounds(training, fleet, on_round, observer, run_round or synchronous_round)
     except BaseException as ended_by:
         try:
             if folder is not None:
@@ -97,7 +100,13 @@ def run(
         observer.ended()
 
 
-def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: Observer) -> None:
+def _run_rounds(
+    training: Training,
+    fleet: Fleet,
+    on_round: OnRound,
+    observer: Observer,
+    run_round: RunRound,
+) -> None:
     settings = training.settings
     num_aborted = 0
     while training.round < settings.rounds:
@@ -111,7 +120,7 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             )
             return
         try:
-            row = _run_round(training, fleet, observer)
+            row = run_round(training, fleet, observer)
         except Drained:
             return
         except RoundAborted as error:
@@ -137,14 +146,35 @@ def _run_rounds(training: Training, fleet: Fleet, on_round: OnRound, observer: O
             on_round(row)
 
 
-def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
+def synchronous_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
     """Run one round and commit it in memory."""
-    watch = _Stopwatch()
+    watch = Stopwatch()
     planned = _plan(training, fleet, observer, watch)
     before = fleet.traffic()
     opened = training.open_round(planned)
     observer.asked(opened)
     _train(training, fleet, opened, watch)
+    row = finish_round(training, fleet, observer, planned, opened, watch, before)
+    is_virtual = fleet.has_virtual_clock
+    return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
+
+
+def finish_round(
+    training: Training,
+    fleet: Fleet,
+    observer: Observer,
+    planned: RoundPlans,
+    opened: OpenRound,
+    watch: Stopwatch,
+    before: Traffic,
+) -> RoundRow:
+    """Learn from a round's answers, divide once, take the step, and return the round's row.
+
+    ``before`` is the traffic before the round.
+
+    Raises:
+        HeadwaterError: see ``Training.close_round`` and ``Training.commit``.
+    """
     training.planner.known.learn(
         planned.plans,
         exceptions=planned.exceptions,
@@ -173,11 +203,10 @@ def _run_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow
     )
     row = row_of_round(training, planned, opened, done, step, evaluated, traffic, watch.split)
     training.left_out_log.note(row)
-    is_virtual = fleet.has_virtual_clock
-    return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
+    return row
 
 
-def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatch) -> RoundPlans:
+def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch) -> RoundPlans:
     """Wait for enough clients, plan the round, and ask the left-out clients to describe themselves.
 
     Their descriptions may have changed when the next round is planned.
@@ -200,7 +229,7 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: _Stopwatc
     return planned
 
 
-def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: _Stopwatch) -> None:
+def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch) -> None:
     """Send the plans, and add up the updates as they arrive."""
     fold_seconds = 0.0
     answers = fleet.train(
@@ -260,7 +289,7 @@ def _evaluate(
     )
 
 
-class _Stopwatch:
+class Stopwatch:
     """Splits a round's seconds by its parts."""
 
     def __init__(self) -> None:

@@ -8,12 +8,13 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from headwater.common.errors import Diverged, SettingsError
+from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
@@ -113,8 +114,17 @@ class Training:
         changed, self.changed = self.changed, {}
         return {key: [*values] for key, values in of_training(changed).items()}
 
-    def open_round(self, planned: RoundPlans) -> OpenRound:
+    def open_round(
+        self,
+        planned: RoundPlans,
+        *,
+        num_updates: int | None = None,
+        times_of: Callable[[Plan], int] | None = None,
+    ) -> OpenRound:
         """Empty the sum for a round with these plans, and the terms of its privacy.
+
+        ``num_updates`` are awaited, None: one for each plan. ``times_of`` says how many times the
+        update of a plan counts; None: once.
 
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
@@ -127,11 +137,15 @@ class Training:
                 plans, max_weight_per_example=max_weight, owned=planned.owned
             )
             scale_bits = self.privacy.scale_bits(terms_of(plans.values()))
+        planned_weight = sum(
+            (1 if times_of is None else times_of(plan))
+            * (plan.weigh_as or max_weight * plan.max_examples)
+            for plan in plans.values()
+        )
+        number = len(plans) if num_updates is None else num_updates
         self.sum.open(
-            num_clients=len(plans),
-            planned_weight=sum(
-                plan.weigh_as or max_weight * plan.max_examples for plan in plans.values()
-            ),
+            num_clients=number,
+            planned_weight=-(-planned_weight * number // max(len(plans), 1)),
             scale_bits=scale_bits,
         )
         if self.held is not None:
@@ -147,6 +161,7 @@ class Training:
             norm_watch=self.norm_watch if self.privacy is None else None,
             beyond_norm=self.settings.aggregation.beyond_norm,
             held=self.held,
+            times_of=times_of,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
@@ -186,11 +201,12 @@ class Training:
             columns,
             names=tuple(opened.accepted),
             mean_P=self.sum.close() if held is None else held.mean(self.sum),
-            weight=self.sum.weight if held is None else held.weight,
+            weight=opened.weight if held is None else held.weight,
             max_weight_per_example=self.max_weight_per_example,
             is_private=self.privacy is not None,
-            # A robust rule's gradient is no mean of the examples that the estimate compares.
-            noise=total(opened.noise) if held is None else None,
+            # Neither a robust rule's gradient nor one of several models is the mean of the examples
+            # that the estimate compares.
+            noise=total(opened.noise) if held is None and opened.has_one_model else None,
             bit_sum=bit_sum,
         )
 
@@ -249,7 +265,7 @@ class Training:
                 f"round {self.round + 1}: the step led to parameters that are not finite"
             )
         self.round += 1
-        self.counted |= dict.fromkeys(done.names, self.round)
+        self.counted |= {name: opened.plans[name].round for name in done.names}
         if self.privacy is not None:
             self.privacy.follow_clip(done.bit_sum, num_devices=len(done.names))
         target = self.target.num_examples if self.target.by else None

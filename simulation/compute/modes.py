@@ -75,6 +75,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")
+        if devices.fleet.faults.absence:
+            raise UnsupportedBatch("some devices are away before they answer")
+        if settings.asynchronous.is_on:
+            raise UnsupportedBatch("in asynchronous rounds each update arrives by itself")
         if settings.aggregation.rule != "sum":
             raise UnsupportedBatch(f"{settings.aggregation.rule} compares each device's own update")
         batched = BatchedCompute(devices, first=first, with_norms=with_norms)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -29,6 +30,7 @@ from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.simulation.compute.modes import compute_of
 from headwater.simulation.compute.worker_pool import WorkerPool
+from headwater.simulation.engines.pending_answers import PendingAnswers
 from headwater.simulation.engines.roster import FleetRoster
 from headwater.simulation.fleet.devices import (
     FIRST_NODE_ID,
@@ -66,6 +68,7 @@ class LocalFleet:
         """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
+        self._pending = PendingAnswers()
 
     def report_left_out(self) -> None:
         """Log which devices have examples that cannot be trained on, if the task is checked."""
@@ -135,6 +138,8 @@ class LocalFleet:
             num_updates = 1 if isinstance(answer, Update) else len(answer.reports)
             num_values = image.layout.num_parameters
             self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
+            if isinstance(answer, Update):
+                answer = self._after_absence(answer)
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
                 text = (
                     f"{answer.name} took {answer.report.seconds:.1f} s, "
@@ -143,6 +148,30 @@ class LocalFleet:
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
                 yield answer
+
+    def _after_absence(self, update: Update) -> Update:
+        """Return an update as it arrives; later, if its device is away before it answers."""
+        part, report = self._devices.identities.part(update.name), update.report
+        seconds = self._devices.absent_seconds(part, round_number=report.round)
+        if not seconds:
+            return update
+        return replace(
+            update, report=report.model_copy(update={"seconds": report.seconds + seconds})
+        )
+
+    def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
+        self._begin(round_number)
+        sent_at = self._pending.now_seconds
+        for answer in self.train(plans, image, timeout_seconds=None):
+            # Asynchronous rounds compute one device after another, without masks.
+            assert isinstance(answer, Update | Dropout)
+            self._pending.add(answer, sent_at=sent_at)
+
+    def next_answer(self) -> Update | Dropout | None:
+        return self._pending.pop() if len(self._pending) else None
+
+    def virtual_now(self) -> float:
+        return self._pending.now_seconds
 
     def _begin(self, round_number: int) -> None:
         """Reset the attempts if this is another round."""

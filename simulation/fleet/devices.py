@@ -25,7 +25,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBatch
-from headwater.simulation.fleet.faults import LiarFault, falsifications
+from headwater.simulation.fleet.faults import LiarFault, absent_seconds, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
 from headwater.simulation.fleet.identities import identities_of
@@ -197,6 +197,13 @@ class Devices:
     def has_liars(self) -> bool:
         """Whether some devices falsify their updates in some rounds."""
         return bool(self.fleet.faults.liar)
+
+    def absent_seconds(self, part: int, *, round_number: int) -> float:
+        """Return how much later a device answers in a round because it is away."""
+        if not self.fleet.faults.absence:
+            return 0.0
+        moment = self.fleet.moment(part, round_number=round_number)
+        return absent_seconds(self.fleet.faults, moment)
 
     def falsifications(self, part: int, *, round_number: int) -> tuple[LiarFault, ...]:
         """Return how a device falsifies its update in a round."""

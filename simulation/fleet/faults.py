@@ -130,6 +130,12 @@ class SlowLinkFault(Fault):
     factor: Annotated[float, Field(gt=1, le=1e6)]
 
 
+class AbsenceFault(Fault):
+    """Devices that train and are then away, so that their answers come ``seconds`` later."""
+
+    seconds: Annotated[float, Field(gt=0, le=1e8)]
+
+
 class LiarFault(Fault):
     """Devices that send a falsified vector instead of the one that they have summed."""
 
@@ -150,12 +156,14 @@ class FleetFaults(BaseModel):
 
     dropout: tuple[DropoutFault, ...] = ()
     slow_link: tuple[SlowLinkFault, ...] = ()
+    absence: tuple[AbsenceFault, ...] = ()
     liar: tuple[LiarFault, ...] = ()
 
     def __add__(self, other: FleetFaults) -> FleetFaults:
         return FleetFaults(
             dropout=(*self.dropout, *other.dropout),
             slow_link=(*self.slow_link, *other.slow_link),
+            absence=(*self.absence, *other.absence),
             liar=(*self.liar, *other.liar),
         )
 
@@ -165,7 +173,7 @@ class FleetFaults(BaseModel):
     @property
     def all(self) -> tuple[Fault, ...]:
         """The faults of all kinds."""
-        return (*self.dropout, *self.slow_link, *self.liar)
+        return (*self.dropout, *self.slow_link, *self.absence, *self.liar)
 
 
 NO_FAULTS = FleetFaults()
@@ -194,6 +202,11 @@ def link_slowdown(faults: FleetFaults, moment: Moment) -> float:
         if fault.applies(moment):
             factor *= fault.factor
     return factor
+
+
+def absent_seconds(faults: FleetFaults, moment: Moment) -> float:
+    """Return how much later a device answers in a round because it is away; absences add up."""
+    return sum(fault.seconds for fault in faults.absence if fault.applies(moment))
 
 
 def falsifications(faults: FleetFaults, moment: Moment) -> tuple[LiarFault, ...]:
@@ -252,6 +265,6 @@ def read_faults(path: Path) -> FleetFaults:
     faults = read_tables(path, FleetFaults, name="faults file")
     if not faults:
         raise file_error(
-            path, "expected a table [[dropout]], [[slow_link]] or [[liar]], found none"
+            path, "expected a table [[dropout]], [[slow_link]], [[absence]] or [[liar]], found none"
         )
     return faults

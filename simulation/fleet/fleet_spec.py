@@ -207,3 +207,8 @@ def _check_faults(settings: Settings) -> None:
             )
     if faults.liar:
         _check_engine(settings, "there are liars")
+    if faults.absence and (settings.simulation.engine != "in-process" or fleet.is_masked):
+        raise SettingsError(
+            "there are absences, which only --engine in-process simulates, without masks",
+            remedy="leave out --engine and --secure-aggregation, or the tables [[absence]]",
+        )

@@ -158,7 +158,9 @@ def read_fleet_file(path: Path) -> FleetFile:
     if any(found) and not all(found):
         number = found.index(()) + 1
         raise file_error(path, f"device number {number} has no data, and other devices have")
-    faults = FleetFaults(dropout=file.dropout, slow_link=file.slow_link, liar=file.liar)
+    faults = FleetFaults(
+        dropout=file.dropout, slow_link=file.slow_link, absence=file.absence, liar=file.liar
+    )
     return FleetFile(tuple(_devices(tables, path)), faults, tuple(chain.from_iterable(found)))
 
 

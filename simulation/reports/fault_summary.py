@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.common.errors import ConnectionLost, LateUpdate
+from headwater.common.errors import ConnectionLost, LateUpdate, StaleUpdate
 from headwater.common.settings.schema import Settings
-from headwater.simulation.fleet.faults import falsifications, link_slowdown
+from headwater.simulation.fleet.faults import absent_seconds, falsifications, link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.identities import identities_of
 
@@ -46,17 +46,19 @@ def fault_lines(rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[t
     if not faults:
         return []
     liars: dict[str, FaultCount] = {}
-    slow, num_vanished, num_invited = FaultCount(), 0, 0
+    slow, absent, num_vanished, num_invited = FaultCount(), FaultCount(), 0, 0
     parts = {identities_of(settings).name(part): part for part in range(fleet.num_devices)}
     for row in rows:
         for name, outcome in _outcomes(row, parts):
             num_invited += 1
             num_vanished += outcome == ConnectionLost.__name__
-            moment = fleet.moment(parts[name], round_number=row["round"])
+            moment = fleet.moment(parts[name], round_number=_sent_in(row, name))
             for kind in {fault.kind for fault in falsifications(faults, moment)}:
                 liars.setdefault(kind, FaultCount()).add(name, outcome)
             if link_slowdown(faults, moment) > 1:
                 slow.add(name, outcome)
+            if absent_seconds(faults, moment):
+                absent.add(name, outcome)
     lines = []
     if faults.liar:
         kinds = [
@@ -71,10 +73,20 @@ def fault_lines(rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[t
         late = slow.outcomes[LateUpdate.__name__]
         replies = f"{slow.devices}, replies: {slow.outcomes.total()}, too late: {late}"
         lines.append(("slow links", replies))
+    if faults.absence:
+        late = sum(absent.outcomes[error.__name__] for error in (LateUpdate, StaleUpdate))
+        replies = f"{absent.devices}, replies: {absent.outcomes.total()}, too late: {late}"
+        lines.append(("absences", replies))
     num_aborted = sum(row.get("num_aborted", 0) for row in rows)
     if num_aborted:
         lines.append(("aborted", f"{num_aborted} attempts of rounds, not counted above"))
     return lines
+
+
+def _sent_in(row: Mapping[str, Any], name: str) -> int:
+    """Return the round whose plan a device answered: an asynchronous row has answers to several."""
+    version: int | None = row.get("model_versions", {}).get(name)
+    return int(row["round"]) if version is None else version + 1
 
 
 def _outcomes(row: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, str]]:

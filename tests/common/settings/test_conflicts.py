@@ -20,6 +20,7 @@ def plan(**values: Any) -> dict[str, Any]:
     return {"plan": values}
 
 
+ASYNCHRONOUS = {"is_on": True}
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens and examples": (
         plan(tokens_per_update=4096, effective_batch_size=64),
@@ -68,6 +69,40 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {"privacy": {"epsilon": 1.0, "noise_multiplier": 1.0}, **plan(accumulation_steps=2)},
         "--privacy-noise-multiplier",
     ),
+    "a buffer without asynchronous rounds": ({"asynchronous": {"buffer": 2}}, "--buffer"),
+    "a buffer below the quorum": (
+        {"asynchronous": {"is_on": True, "buffer": 2}, "cohort": {"min_clients": 3}},
+        "2 updates",
+    ),
+    "a buffer above the cohort": (
+        {"asynchronous": {"is_on": True, "buffer": 9}, "cohort": {"size": 8}},
+        "--cohort-size 8",
+    ),
+    "asynchronous rounds and privacy": (
+        {
+            "asynchronous": ASYNCHRONOUS,
+            "privacy": {"epsilon": 4.0},
+            **plan(accumulation_steps=2),
+        },
+        "its staleness",
+    ),
+    "asynchronous rounds and masks": ({**MASKS, "asynchronous": ASYNCHRONOUS}, "one model"),
+    "asynchronous rounds and the noise scale": (
+        {"asynchronous": ASYNCHRONOUS, **plan(follow_noise_scale=True)},
+        "one model",
+    ),
+    "asynchronous rounds and a robust rule": (
+        {"asynchronous": ASYNCHRONOUS, "aggregation": {"rule": "median"}},
+        "one model",
+    ),
+    "asynchronous rounds and evaluation on devices": (
+        {"asynchronous": ASYNCHRONOUS, "evaluation": {"on_devices": True}},
+        "interrupt its plan",
+    ),
+    "asynchronous rounds and other engines": (
+        {"asynchronous": ASYNCHRONOUS, "simulation": {"engine": "grpc"}},
+        "virtual clock",
+    ),
     "masks and workers": ({**MASKS, "simulation": {"workers": 2}}, "worker processes"),
     "workers and other processes": (
         {"simulation": {"workers": 2, "engine": "grpc"}},
@@ -81,7 +116,7 @@ def test_settings_that_contradict_each_other_are_named_with_a_remedy(case: str) 
     changes, words = CONFLICTS[case]
     with pytest.raises(SettingsError, match=words) as caught:
         Settings.model_validate(changes)
-    assert caught.value.remedy.startswith(("leave out --", "raise --", "give fewer"))
+    assert caught.value.remedy.startswith(("leave out --", "raise --", "lower --", "give fewer"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""Runs asynchronous rounds: each step takes the next B updates, of whichever models they are.
+
+A free client is sent a plan with the newest model; a client at work keeps its plan while steps are
+taken. When B updates are in the buffer, the server divides once, steps, commits, and plans anew for
+the clients that are free. So a client has at most one plan of each model, and the plan's round,
+which its update names, tells the model that the update is of (Nguyen et al. 2022).
+
+Nothing is counted twice, and no example is lost: a client's place in its data moves on only when
+the step with its update is committed. After a crash or an aborted step, the updates that were in
+the buffer or still out are forgotten, and their examples are used again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headwater.common.errors import StaleUpdate
+from headwater.common.messages import Plan, ReadyReport, Update
+from headwater.common.settings.schema import Settings
+from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
+from headwater.server.asynchronous.staleness import StalenessRule, figures_of
+from headwater.server.fleet import Dropout, Fleet
+from headwater.server.planning.round_plans import RoundPlans
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.rounds.round_loop import RunRound, Stopwatch, finish_round
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run_state import Training
+
+
+def rounds_of(settings: Settings, fleet: DispatchingFleet) -> RunRound | None:
+    """Return what runs a round by the settings; None for synchronous rounds."""
+    return BufferedRounds(fleet) if settings.asynchronous.is_on else None
+
+
+def buffer_size(settings: Settings, num_clients: int) -> int:
+    """Return the updates of a step: as set, or a quarter of the clients, rounded up."""
+    chosen = settings.asynchronous.buffer
+    return max(-(-num_clients // 4), settings.cohort.min_clients) if chosen is None else chosen
+
+
+class BufferedRounds:
+    """The clients at work, from step to step; a call runs one step."""
+
+    def __init__(self, fleet: DispatchingFleet) -> None:
+        self._fleet = fleet
+        self._plans: dict[str, Plan] = {}
+        """Each plan that is out."""
+        self._owned: dict[str, int] = {}
+        self._exceptions: dict[str, str] = {}
+        self._stepped_at = 0.0
+        """The virtual time of the last step."""
+
+    def __call__(self, training: Training, fleet: Fleet, observer: Observer) -> RoundRow:
+        """Fill one buffer, and commit its step in memory.
+
+        Raises:
+            HeadwaterError: see ``headwater.server.rounds.round_loop.finish_round``.
+        """
+        watch, rule = (
+            Stopwatch(),
+            StalenessRule(version=training.round, chosen=training.settings.asynchronous),
+        )
+        planned, num_updates = self._plan(training, observer, watch)
+        before = fleet.traffic()
+        opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
+        observer.asked(opened)
+        new = {name: plan for name, plan in opened.plans.items() if name not in self._plans}
+        self._plans |= new
+        self._fleet.dispatch(new, training.image, round_number=training.round + 1)
+        self._fill(opened, rule, num_updates, watch)
+        answered = self._take_answered(opened)
+        opened.plans = answered
+        summed_times = training.sum.weight
+        row = finish_round(
+            training,
+            fleet,
+            observer,
+            replace(planned, plans=dict(answered)),
+            opened,
+            watch,
+            before,
+        )
+        accepted = {name: answered[name] for name in opened.accepted}
+        figures = figures_of(rule, accepted.values(), summed_times=summed_times)
+        now = self._fleet.virtual_now()
+        virtual_seconds = None if now is None else now - self._stepped_at
+        self._stepped_at = now or 0.0
+        return replace(
+            row,
+            virtual_seconds=virtual_seconds,
+            staleness_mean=figures.mean,
+            staleness_max=figures.most,
+            model_versions={name: plan.model_version for name, plan in answered.items()},
+            discounted_weight=figures.discounted_weight,
+            num_stale=opened.refusals[StaleUpdate.__name__],
+            num_at_work=len(self._plans),
+        )
+
+    def _plan(
+        self, training: Training, observer: Observer, watch: Stopwatch
+    ) -> tuple[RoundPlans, int]:
+        """Plan for the free clients; return the plans of all that work then, and the buffer."""
+        planner, settings = training.planner, training.settings
+        clients = self._fleet.describe(
+            planner.describe_request(), min_clients=settings.num_clients_needed
+        )
+        watch.lap("wait")
+        observer.begun(training.round + 1, clients.reports)
+        num_clients = len(clients.reports.keys() | self._plans.keys())
+        most = settings.cohort.size or num_clients
+        num_updates = buffer_size(settings, min(num_clients, most))
+        planned = planner.plan(
+            clients,
+            round_number=training.round + 1,
+            counted=training.counted,
+            turn_seconds=self._fleet.turn_seconds(),
+            busy=self._plans.keys(),
+            num_updates=num_updates,
+        )
+        self._fleet.ask_again(
+            {name: planner.describe_request(left_out=why) for name, why in planned.left_out.items()}
+        )
+        watch.lap("plan")
+        self._owned |= planned.owned
+        self._exceptions |= planned.exceptions
+        plans = self._plans | planned.plans
+        return (
+            replace(planned, plans=plans, owned=self._owned, exceptions=self._exceptions),
+            min(num_updates, len(plans)),
+        )
+
+    def _fill(
+        self, opened: OpenRound, rule: StalenessRule, num_updates: int, watch: Stopwatch
+    ) -> None:
+        """Take answers until the buffer is full, or no plan is out any more."""
+        fold_seconds = 0.0
+        while len(opened.accepted) < num_updates:
+            answer = self._fleet.next_answer()
+            if answer is None:
+                break
+            start = time.perf_counter()
+            _take(opened, answer, rule)
+            fold_seconds += time.perf_counter() - start
+        watch.lap("train", less=fold_seconds)
+        watch.split["fold"] = fold_seconds
+
+    def _take_answered(self, opened: OpenRound) -> Mapping[str, Plan]:
+        """Return the plans that were answered or given up; their clients are free."""
+        done = [name for name in self._plans if name in opened.accepted or name in opened.refused]
+        return {name: self._plans.pop(name) for name in done}
+
+
+def _take(opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule) -> None:
+    """Check an answer; add it to the buffer's sum, or record why not."""
+    plan = opened.plans.get(answer.name)
+    if plan is not None and not isinstance(answer, Dropout):
+        try:
+            rule.check(answer.name, plan)
+        except StaleUpdate as error:
+            opened.refuse_answer(answer.name, error)
+            return
+    opened.take(answer)
