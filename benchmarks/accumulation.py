@@ -1,8 +1,9 @@
 """Seconds and peak memory of summing K micro-batches, against plain PyTorch and two libraries.
 
-``headwater`` is ``train_round`` (``headwater.client.training.local_update``) as a device runs it: a
-window is split, the vector set to zero, each micro-batch seeded, fetched, run forward and backward,
-checked for NaN, timed and reported, and the result is an ``Update``. Its clock is the machine's.
+``headwater`` is ``train_round`` (``headwater.client.local_training.local_update``) as a device runs
+it: a window is split, the vector set to zero, each micro-batch seeded, fetched, run forward and
+backward, checked for NaN, timed and reported, and the result is an ``Update``. Its clock is the
+machine's.
 
 ``bare`` is the shortest loop that PyTorch allows, over the same examples by the same fetch:
 ``model.train()``, ``zero_grad()``, and K times ``loss_sum(model, batch)[0].backward()``. It reads
@@ -40,10 +41,10 @@ from benchmarks.measure import (
     take_turns,
 )
 from headwater.client.device.hardware import MonotonicClock
+from headwater.client.local_training.local_update import train_round
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, Window, split, window
 from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan

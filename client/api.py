@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwater.client import commands
-from headwater.client.training.local_work import ClientAlgorithm
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import Call, GivenSettings, api_function

@@ -16,6 +16,7 @@ from torch import Tensor
 from headwater.common.compression.encoded_vector import EncodedVector, Vector
 from headwater.common.compression.encoding import Coding
 from headwater.common.compression_terms import CompressionTerms
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
 from headwater.common.settings.training import (
@@ -112,6 +113,9 @@ class Plan(WireMessage):
     )
     local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
     local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    local: LocalTerms | None = Field(
+        None, description="how the local steps are taken; None: the exact sum, or plain SGD"
+    )
     precision: Precision = "float32"
     algorithm: AlgorithmLabel | None = None
     deadline_seconds: Seconds | None = None
@@ -167,6 +171,20 @@ class Plan(WireMessage):
         if self.compression is None:
             return None
         return Coding(terms=self.compression, run_seed=self.run_seed, round=self.round)
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether the model moves on the device within the round, even if in one step only."""
+        return self.local is not None or self.local_steps > 1
+
+    def local_step(self, number: int) -> tuple[int, int]:
+        """Return where a local step, from 0, begins and ends in the window.
+
+        The quota's examples are divided evenly: two steps differ by one example at most, and a
+        whole number of passes over the data ends with a step.
+        """
+        start, end = (self.quota * at // self.local_steps for at in (number, number + 1))
+        return start, end
 
     @property
     def is_private_by_example(self) -> bool:
@@ -297,6 +315,7 @@ class UpdateReport(WireMessage):
     seconds: NotNegative
     steps: tuple[Step, ...]
     reason: StopReason
+    local_steps: Natural = Field(1, description="local steps that the update is the sum of")
     vitals: Vitals = Vitals()
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
     clip_bit: Literal[0, 1] | None = Field(
@@ -380,6 +399,8 @@ class ReportFields(Protocol):
     def has_norms(self) -> bool: ...
     @property
     def reason(self) -> StopReason: ...
+    @property
+    def local_steps(self) -> int: ...
     @property
     def vitals(self) -> Vitals: ...
     @property

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from headwater.client.training.local_work import ClientAlgorithm
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import SettingsError
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function

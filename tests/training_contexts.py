@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.interfaces import Memory
+from headwater.client.local_training.local_update import train_round
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
@@ -69,6 +70,16 @@ class FakeMemory:
 
     def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
         self.line = Line(base=rest_bytes, each=peak_bytes - rest_bytes)
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        before = self.line
+        assert before is not None
+        self.line = Line(base=before.base + num_bytes, each=before.each)
+        try:
+            yield
+        finally:
+            self.line = before
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         self.checkpointed_to.append(bytes_per_example)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import cast
 
-from headwater.client.training.local_work import ClientAlgorithm
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import AlgorithmMismatch, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from headwater.client.local_training.local_update import sum_gradients
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import sum_gradients
-from headwater.client.training.local_work import ClientAlgorithm
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import AlgorithmBroken
 from headwater.common.messages import Plan

@@ -56,6 +56,12 @@ class Memory(Protocol):
     def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
         """Take the measured peak of a micro-batch of one example as known, before any other is."""
 
+    def holding(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Count so many bytes more than before to every peak while the block runs.
+
+        For what local steps keep beside model and gradient, before it is allocated.
+        """
+
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         """Record that activation checkpointing is on, and the bytes that an example then takes.
 

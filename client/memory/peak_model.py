@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from headwater.common.stats.linear_fit import Line
@@ -146,6 +146,7 @@ class ProcessMemory:
         self._last_size = 0.0  # since then too
         self._last_peak_bytes = 0
         self._give_back_at = 0.0
+        self._held_bytes = 0
         self._checkpointed_bytes: float | None = None
 
     @property
@@ -174,7 +175,7 @@ class ProcessMemory:
         if is_less or is_other:
             self._give_back()
             self._give_back_at = self._seconds() + GIVE_BACK_EVERY_SECONDS
-            self.known = known = known.at_rest(resident_bytes())
+            self.known = known = known.at_rest(resident_bytes() + self._held_bytes)
             fitting = known.fitting(guarded_bytes(limit_bytes, known.now.base))
         return fitting
 
@@ -208,6 +209,25 @@ class ProcessMemory:
             rest_bytes=rest_bytes,
         )
         self._checkpointed_bytes = each
+
+    @contextlib.contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """See ``Memory``. What is allocated of the bytes is not known: none is taken to be."""
+        self._hold(num_bytes)
+        self._held_bytes, given_back_at = num_bytes, self._give_back_at
+        try:
+            yield
+        finally:
+            self._held_bytes = 0
+            self._hold(-num_bytes)
+            if self._give_back_at != given_back_at and self.known is not None:
+                self._give_back()  # the resident bytes were read while they were held
+                self.known = self.known.at_rest(resident_bytes())
+
+    def _hold(self, num_bytes: int) -> None:
+        if self.known is not None:
+            surplus = max(self.known.surplus_bytes + num_bytes, 0.0)
+            self.known = replace(self.known, surplus_bytes=surplus)
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         keep_mmap_threshold()

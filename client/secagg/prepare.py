@@ -118,7 +118,7 @@ def unmasked_update(update: Update, plan: Plan, *, num_owned: int, norm: float) 
     noise = NoiseSums(weight=report.weight)
     if plan.privacy is not None:
         norm = 0.0
-    elif plan.local_steps == 1 and plan.algorithm is None:
+    elif not plan.takes_local_steps and plan.algorithm is None:
         noise = noise_sums(report, num_owned=num_owned)
     numbers = numbers_of(report, noise=noise, squared_norm=norm * norm)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)

@@ -14,6 +14,12 @@ from dataclasses import replace
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
+from headwater.client.local_training.local_update import (
+    LocalSum,
+    make_update,
+    sum_gradients,
+)
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.memory.embedding_rows import add_rows_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
@@ -29,12 +35,6 @@ from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
-from headwater.client.training.local_update import (
-    LocalSum,
-    make_update,
-    sum_gradients,
-)
-from headwater.client.training.local_work import ClientAlgorithm
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
@@ -284,7 +284,7 @@ class Trainer:
 
         Raises:
             HeadwaterError: see ``sum_gradients`` and ``make_update`` in
-                ``headwater.client.training.local_update``.
+                ``headwater.client.local_training.local_update``.
         """
         self.progress.begin(plan)
         sampler = sampler.settle(plan.counted_round)
@@ -322,7 +322,7 @@ class Trainer:
         """Sum a window's gradients into the context's accumulator.
 
         Raises:
-            HeadwaterError: see ``headwater.client.training.local_update.sum_gradients``.
+            HeadwaterError: see ``headwater.client.local_training.local_update.sum_gradients``.
         """
         try:
             return sum_gradients(plan, positions, context, spool, algorithm)

@@ -26,7 +26,7 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
     """
     assert plan.privacy is not None
     faults = {
-        "local steps": plan.local_steps > 1,
+        "local steps": plan.takes_local_steps,
         "a client algorithm": plan.algorithm is not None,
         "parameters that stay on the device": has_local,
         "more examples than its noise is for": plan.quota > plan.privacy.max_examples,

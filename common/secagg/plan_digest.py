@@ -30,6 +30,7 @@ def plan_digest(plan: Plan) -> bytes:
             plan.model_version,
             plan.local_steps,
             plan.local_learning_rate.hex(),
+            "plain steps" if plan.local is None else f"local {plan.local.text}",
             plan.precision,
             "none" if plan.algorithm is None else f"algorithm {plan.algorithm}",
             float(plan.held_out_fraction).hex(),

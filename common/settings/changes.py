@@ -19,18 +19,18 @@ Changes = dict[str, tuple[Any, Any]]
 
 # Where a run is, and not what it does: the same run may go on in another place.
 PLACES = ("out", "track", "insecure", "check_task", "server.", "client.", "tls.")
-RATE = "optimizer.learning_rate"
 
 
 def values_of(settings: Settings) -> Values:
-    """Return the settings that say what a run does; a learning rate that is not set is resolved."""
+    """Return the settings that say what a run does, with the optimizer that the algorithm chose."""
     tree = settings.model_dump(mode="json")
+    tree["optimizer"] = settings.server_optimizer.model_dump(mode="json")
     values: Values = {}
     for key in all_settings():
         branch, _, leaf = key.rpartition(".")
         if not key.startswith(PLACES):
             values[key] = (tree[branch] if branch else tree)[leaf]
-    return values | {RATE: settings.optimizer.rate}
+    return values
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Changes:

@@ -23,8 +23,10 @@ from headwater.common.settings.training import (
     MAX_ALGORITHM_CHARACTERS,
     AlgorithmSettings,
     EvaluationSettings,
+    LocalSettings,
     ModelSettings,
     PlanSettings,
+    ScheduleSettings,
 )
 
 DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
@@ -33,6 +35,8 @@ DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
 def check_together(
     *,
     plan: PlanSettings,
+    local: LocalSettings,
+    schedule: ScheduleSettings,
     algorithm: AlgorithmSettings,
     cohort: CohortSettings,
     aggregation: AggregationSettings,
@@ -52,7 +56,7 @@ def check_together(
     found: list[SettingsError] = []
     if privacy.is_on:
         found += _of_privacy(
-            privacy, plan, algorithm, model, cohort, aggregation, secure, evaluation
+            privacy, plan, local, algorithm, model, cohort, aggregation, secure, evaluation
         )
     elif privacy.unit == "example" and privacy.budget is None:
         found.append(
@@ -63,7 +67,7 @@ def check_together(
             )
         )
     if secure.aggregation != "off":
-        found += _of_masks(secure, plan, aggregation, evaluation, simulation)
+        found += _of_masks(secure, plan, local, aggregation, evaluation, simulation)
     if compression.up != "off":
         found += _of_compression(compression, plan, aggregation, secure, privacy)
     found += _of_asynchronous(
@@ -71,6 +75,7 @@ def check_together(
     )
     found += _of_workers(simulation)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
+    found += [*_of_local(local, plan, schedule, algorithm, secure)]
     if found:
         raise found[0]
 
@@ -104,17 +109,82 @@ def _of_target(plan: PlanSettings) -> Iterator[SettingsError]:
             "the noise scale",
             remedy="leave out --accumulation-steps or --follow-noise-scale",
         )
-    if plan.local_steps > 1:
-        yield SettingsError(
-            f"with {plan.local_steps} local steps the model moves between the micro-batches, so "
-            f"that their norms show no noise scale",
-            remedy="leave out --local-steps or --follow-noise-scale",
-        )
     if plan.effective_batch_size > plan.max_effective_batch_size:
         yield SettingsError(
             f"the target starts at --effective-batch-size {plan.effective_batch_size}, "
             f"which is above --max-effective-batch-size {plan.max_effective_batch_size}",
             remedy="raise --max-effective-batch-size",
+        )
+
+
+def _of_local(
+    local: LocalSettings,
+    plan: PlanSettings,
+    schedule: ScheduleSettings,
+    algorithm: AlgorithmSettings,
+    secure: SecureSettings,
+) -> Iterator[SettingsError]:
+    """Yield what does not go with local steps, or with the way in which their number is set."""
+    own = {
+        "--proximal": local.proximal,
+        "--step-correction": local.step_correction,
+        "--local-optimizer": local.optimizer,
+        "--local-optimizer-argument": local.arguments or None,
+    }
+    given = [flag for flag, value in own.items() if value is not None]
+    if not local.is_on:
+        given += [] if local.batch_size is None else ["--local-batch-size"]
+        if given:
+            yield SettingsError(
+                f"{given[0]} is for local steps, and the devices take none",
+                remedy=f"leave out {given[0]}, or set --algorithm, --local-steps or --local-epochs",
+            )
+        return
+    if local.steps is not None and local.epochs is not None:
+        yield SettingsError(
+            "both --local-steps and --local-epochs set the local steps of a round",
+            remedy="leave out --local-steps or --local-epochs",
+        )
+    if plan.accumulation_steps is not None and local.batch_size is not None:
+        yield SettingsError(
+            "--accumulation-steps and --local-batch-size both set the examples of a local step",
+            remedy="leave out --local-batch-size or --accumulation-steps",
+        )
+    targets = {
+        "--effective-batch-size": plan.effective_batch_size != DEFAULT_EXAMPLES,
+        "--tokens-per-update": plan.tokens_per_update is not None,
+    }
+    for flag, is_set in targets.items():
+        if is_set and plan.accumulation_steps is None:
+            yield SettingsError(
+                f"{flag} sets the examples of a round, and so do the local steps: their number "
+                "times --local-batch-size, or the devices' own data",
+                remedy=f"leave out {flag}, and set --local-batch-size",
+            )
+    if plan.follow_noise_scale:
+        yield SettingsError(
+            "with local steps the model moves between the micro-batches, so that their norms show "
+            "no noise scale",
+            remedy="leave out --follow-noise-scale or the local steps",
+        )
+    if schedule.batch_scaling != "none":
+        yield SettingsError(
+            "--batch-scaling scales the rate by the examples of one gradient, and an update of "
+            "local steps is none",
+            remedy="leave out --batch-scaling or the local steps",
+        )
+    if algorithm.name is not None and (given or local.algorithm != "exact"):
+        first = given[0] if given else "--algorithm"
+        yield SettingsError(
+            f"the client algorithm {algorithm.label} takes the local steps itself, and {first} "
+            "would have no effect on them",
+            remedy=f"leave out {first} or --client-algorithm",
+        )
+    if secure.aggregation != "off" and local.num_epochs is not None:
+        yield SettingsError(
+            "an epoch is as long as a device's data, whose size it does not tell under masks",
+            remedy="leave out --secure-aggregation or --local-epochs, and set --local-steps: it "
+            "wins over the epochs that --algorithm sets",
         )
 
 
@@ -185,6 +255,7 @@ def _of_compression(
 def _of_masks(
     secure: SecureSettings,
     plan: PlanSettings,
+    local: LocalSettings,
     aggregation: AggregationSettings,
     evaluation: EvaluationSettings,
     simulation: SimulationSettings,
@@ -197,7 +268,7 @@ def _of_masks(
             remedy="leave out --aggregation or --secure-aggregation",
         )
     if plan.accumulation_steps is not None:
-        quota = plan.set_quota
+        quota = plan.set_quota * local.num_steps
         if quota < secure.min_quota:
             yield SettingsError(
                 f"K x micro-batch is {quota} examples, a masked plan has at least "
@@ -279,6 +350,7 @@ def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:
 def _of_privacy(
     privacy: PrivacySettings,
     plan: PlanSettings,
+    local: LocalSettings,
     algorithm: AlgorithmSettings,
     model: ModelSettings,
     cohort: CohortSettings,
@@ -327,7 +399,9 @@ def _of_privacy(
         "for each example, devices would tell the quantile of another norm: leave out "
         "--privacy-clip-quantile": is_by_example and privacy.clip_quantile is not None,
         "for each example, local steps would carry one example into the gradients of others: leave "
-        "out --local-steps": is_by_example and plan.local_steps > 1,
+        "out --local-steps, --local-epochs and --algorithm": is_by_example and local.is_on,
+        "an epoch would be as long as a device's data: leave out --local-epochs, and set "
+        "--local-steps": local.num_epochs is not None,
         "for each example, a client algorithm would get sums without a bound for each example: "
         "leave out --client-algorithm": is_by_example and algorithm.label is not None,
         "for each example, parameters that stay on a device would carry one example into the "

@@ -54,6 +54,7 @@ from headwater.common.settings.simulation import PartitionSettings, SimulationSe
 from headwater.common.settings.training import (
     AlgorithmSettings,
     EvaluationSettings,
+    LocalSettings,
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
@@ -70,6 +71,7 @@ __all__ = [
     "CohortSettings",
     "CompressionSettings",
     "EvaluationSettings",
+    "LocalSettings",
     "ModelSettings",
     "OptimizerSettings",
     "PartitionSettings",
@@ -106,9 +108,7 @@ class Settings(Branch):
         ge=0,
         le=2**53,
     )
-    rounds: Count = setting(
-        100, "server steps to take", on=f"{RUNS} sweep", panel=TRAINING, short=True
-    )
+    rounds: Count = setting(100, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
     threads: Count | None = setting(
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
@@ -154,6 +154,7 @@ class Settings(Branch):
     optimizer: OptimizerSettings = branch(OptimizerSettings, TRAINING, on=RUNS)
     schedule: ScheduleSettings = branch(ScheduleSettings, TRAINING, on=RUNS)
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
+    local: LocalSettings = branch(LocalSettings, PLAN, on=RUNS)
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
@@ -173,6 +174,8 @@ class Settings(Branch):
     def _check_together(self) -> Settings:
         check_together(
             plan=self.plan,
+            local=self.local,
+            schedule=self.schedule,
             algorithm=self.algorithm,
             cohort=self.cohort,
             aggregation=self.aggregation,
@@ -185,6 +188,11 @@ class Settings(Branch):
             simulation=self.simulation,
         )
         return self
+
+    @property
+    def server_optimizer(self) -> OptimizerSettings:
+        """The server optimizer with its name and rate, chosen by the algorithm if not set."""
+        return self.optimizer.with_local_steps(self.local)
 
     @property
     def num_clients_needed(self) -> int:

@@ -36,6 +36,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "it was two decisions: plain_text (--plain-text) for a run without TLS and certificates, "
         "public_metrics (--public-metrics) for --metrics beyond loopback",
     ),
+    "plan.local_steps": (1, "use local.steps (--local-steps)"),
+    "plan.local_learning_rate": (0.1, "use local.learning_rate (--local-learning-rate)"),
     "simulation.compile": (False, "leave it out: it seldom made a run faster"),
     "simulation.wire": (False, "use simulation.engine = grpc (--engine grpc), over the real wire"),
 }

@@ -1,11 +1,13 @@
-"""Settings of the training: model, optimizer, schedule, plan, client algorithm, evaluation."""
+"""Settings of the training: model, optimizer, schedule, plan, local training, evaluation."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.optimizers.presets import LOCAL_BATCH_SIZE, PRESETS, Preset
 from headwater.common.settings.fields import (
     RUNS,
     Branch,
@@ -27,15 +29,15 @@ from headwater.common.task_spec import split_place
 class OptimizerSettings(Branch):
     """The server optimizer: any class of ``torch.optim`` that needs no closure."""
 
-    name: Name = setting(
-        "adam",
-        "class of torch.optim: adam, adamw, sgd; or FILE.py:NAME, package.module:NAME of your own",
+    name: Name | None = setting(
+        None,
+        "class of torch.optim, or FILE.py:NAME of yours; not set: adam, sgd with local steps",
         "--optimizer",
         short=True,
     )
     learning_rate: Rate | None = setting(
         None,
-        "learning rate of the server optimizer; not set: 0.1 for sgd, 0.01 for others",
+        "the server's; not set: 0.1 for sgd, 0.01 for others, 1 with local steps",
         alias="--lr",
         short=True,
     )
@@ -46,8 +48,32 @@ class OptimizerSettings(Branch):
     @property
     def rate(self) -> float:
         """The learning rate: as set, or one that suits the optimizer on small models."""
-        default = 0.1 if self.name.lower() == "sgd" else 0.01
+        default = 0.1 if self.kind.lower() == "sgd" else 0.01
         return default if self.learning_rate is None else self.learning_rate
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's name: as set, or adam."""
+        return "adam" if self.name is None else self.name
+
+    def with_local_steps(self, local: LocalSettings) -> OptimizerSettings:
+        """Return the optimizer with every choice made that local training makes for the user.
+
+        Updates of local steps are differences of parameters, which SGD with a rate of 1 adds as
+        they are (McMahan et al. 2017, algorithm 1).
+        """
+        if not local.is_on:
+            return self.model_copy(update={"name": self.kind, "learning_rate": self.rate})
+        preset, arguments = PRESETS[local.algorithm], self.arguments
+        rate = self.learning_rate
+        if self.name is None:
+            arguments = {**preset.server_arguments, **arguments}
+            rate = preset.server_rate if rate is None else rate
+        elif self.name.lower() == "sgd" and rate is None:
+            rate = 1.0
+        return OptimizerSettings(
+            name=self.name or "sgd", learning_rate=rate or self.rate, arguments=arguments
+        )
 
 
 class ScheduleSettings(Branch):
@@ -75,7 +101,7 @@ class PlanSettings(Branch):
     """What each client computes in a round."""
 
     accumulation_steps: Steps | None = setting(
-        None, "K, the micro-batches per update; not set: by each device's speed", short=True
+        None, "K, micro-batches per update; not set: by each device's speed", short=True
     )
     micro_batch_size: Count | None = setting(
         None, "examples per micro-batch; not set: by each device's memory, 16 with K", short=True
@@ -106,12 +132,6 @@ class PlanSettings(Branch):
     memory_fraction: Part = setting(
         0.8, "share of a device's memory limit that the planner fills", on=""
     )
-    local_steps: Steps = setting(
-        1, "local SGD steps per round; above 1, use a server learning rate of 1"
-    )
-    local_learning_rate: Rate = setting(
-        0.1, "learning rate of the local steps, and of the parameters that stay on the devices"
-    )
     precision: Precision = setting(
         "float32",
         "precision of the passes: bfloat16 under autocast, or auto: each device takes the faster "
@@ -123,6 +143,118 @@ class PlanSettings(Branch):
         """The examples of a plan if K is set."""
         assert self.accumulation_steps is not None
         return self.accumulation_steps * (self.micro_batch_size or self.set_micro_batch_size)
+
+
+class LocalSettings(Branch):
+    """Local training: several steps on each device in a round (docs/local.md)."""
+
+    algorithm: Literal["exact", "fedavg", "fedprox", "diloco"] = setting(
+        "exact",
+        "exact sums, or local steps (docs/local.md)",
+        "--algorithm",
+        short=True,
+    )
+    steps: Steps | None = setting(
+        None,
+        "H, the local steps of a device in a round: their mean over the devices, faster ones take "
+        "more; 1: the exact sum",
+        "--local-steps",
+    )
+    epochs: Count | None = setting(
+        None,
+        "passes of each device over its own examples in a round, in place of --local-steps",
+        "--local-epochs",
+    )
+    batch_size: Count | None = setting(
+        None,
+        "examples of one local step of one device; not set: K x micro-batch if K is set, or 16",
+        "--local-batch-size",
+    )
+    optimizer: Name | None = setting(
+        None, "class of torch.optim for the local steps; not set: sgd", "--local-optimizer"
+    )
+    arguments: dict[str, bool | int | float | list[float]] = setting(
+        {},
+        "another argument of the local optimizer, e.g. momentum=0.9",
+        "--local-optimizer-argument",
+    )
+    learning_rate: Rate | None = setting(
+        None,
+        "learning rate of the local steps, and of the parameters that stay on the devices; not "
+        "set: 0.1 for sgd, 0.001 for others",
+        "--local-learning-rate",
+    )
+    proximal: Annotated[float, Field(ge=0, le=1e6), Unit("MU")] | None = setting(
+        None,
+        "mu: pull the local steps towards the server's model, as FedProx does; not set: 0",
+        "--proximal",
+    )
+    step_correction: Literal["none", "normalized"] | None = setting(
+        None,
+        "normalized: devices that take more steps have no more influence, as in FedNova; not set: "
+        "normalized where the planner chooses each device's number of steps",
+        "--step-correction",
+    )
+
+    @property
+    def preset(self) -> Preset:
+        """What the algorithm's name sets."""
+        return PRESETS[self.algorithm]
+
+    @property
+    def num_epochs(self) -> int | None:
+        """E, the passes over a device's examples; None if H is set."""
+        if self.steps is not None:
+            return None
+        return self.preset.epochs if self.epochs is None else self.epochs
+
+    @property
+    def num_steps(self) -> int:
+        """H, the local steps of a device on average; 1 if E is set."""
+        if self.num_epochs is not None:
+            return 1
+        return self.steps or self.preset.steps or 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether devices take local steps in place of one exact sum."""
+        return self.num_epochs is not None or self.num_steps > 1
+
+    @property
+    def kind(self) -> str:
+        """The local optimizer's name."""
+        return self.preset.optimizer if self.optimizer is None else self.optimizer
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the local steps."""
+        default = 0.1 if self.kind.lower() == "sgd" else 1e-3
+        return default if self.learning_rate is None else self.learning_rate
+
+    @property
+    def mu(self) -> float:
+        """The proximal term."""
+        return self.preset.proximal if self.proximal is None else self.proximal
+
+    def step_examples(self, plan: PlanSettings) -> int:
+        """Return B, the examples of one local step of one device."""
+        if plan.accumulation_steps is not None:
+            return plan.set_quota
+        return self.batch_size or LOCAL_BATCH_SIZE
+
+    def terms(self, plan: PlanSettings) -> LocalTerms:
+        """Return what the plans say of the steps, apart from their number and learning rate."""
+        chosen = self.step_correction
+        if chosen is None:
+            # FedAvg's devices take unlike numbers of steps by their data; its paper corrects none.
+            is_by_speed = self.num_epochs is None and plan.accumulation_steps is None
+            chosen = "normalized" if is_by_speed else "none"
+        return LocalTerms(
+            optimizer=self.kind,
+            arguments=dict(self.arguments),
+            proximal=self.mu,
+            is_normalized=chosen == "normalized",
+        )
 
 
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments, in a plan

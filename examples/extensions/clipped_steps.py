@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headwater.client.training.local_work import LocalWork
+from headwater.client.local_training.local_work import LocalWork
 
 
 class ClippedSteps:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import check_arguments, find_named
+from headwater.common.named_objects import find_named
+from headwater.common.optimizers.named_optimizer import (
+    check_steps_on_sums,
+    instance_of,
+    named_class,
+    with_tuples,
+)
 from headwater.common.settings import schema as settings
 from headwater.common.user_code import described
 from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
@@ -45,9 +51,9 @@ def try_out(
     except SettingsError:
         raise
     except Exception as error:
-        own, named = ":" in optimizer.name, schedule.name
+        own, named = ":" in optimizer.kind, schedule.name
         raise SettingsError(
-            f"{optimizer.name}{f' with the schedule {named}' if named else ''} cannot step: "
+            f"{optimizer.kind}{f' with the schedule {named}' if named else ''} cannot step: "
             f"{described(error) if own else error}",
             remedy="correct the line that is shown"
             if own
@@ -58,36 +64,11 @@ def try_out(
         json.dumps(plain)
     except TypeError as error:
         raise SettingsError(
-            f"{optimizer.name} keeps a state that no checkpoint can hold: {error}",
+            f"{optimizer.kind} keeps a state that no checkpoint can hold: {error}",
             remedy="keep tensors, numbers, texts and lists of these",
         ) from error
     sizes = [tensor.nbytes for tensor in tensors.values() if tensor.numel() >= parameter.numel()]
     return sum(sizes) / parameter.numel()
-
-
-def _named_class(module: Any, name: str, base: type) -> type[Any]:
-    """Return a class of a torch module by its name, ignoring case."""
-    classes = {
-        key.lower(): value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
-    }
-    if name.lower() not in classes:
-        raise SettingsError(
-            f"{module.__name__} has no {name!r}", remedy=f"one of: {', '.join(sorted(classes))}"
-        )
-    return classes[name.lower()]
-
-
-def _made(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
-    check_arguments(kind, arguments, what=kind.__name__, num_own=1)
-    try:
-        return kind(first, **arguments)
-    except Exception as error:
-        raise SettingsError(
-            f"{kind.__name__}: {str(error) or type(error).__name__}",
-            remedy="see its page in torch's docs",
-        ) from error
 
 
 def kind_of(name: str) -> Kind:
@@ -97,7 +78,7 @@ def kind_of(name: str) -> Kind:
         SettingsError: there is none, or it is neither.
     """
     if ":" not in name:
-        return _named_class(torch.optim, name, torch.optim.Optimizer)
+        return named_class(torch.optim, name, torch.optim.Optimizer)
     found = find_named(name, what="optimizer")
     is_class = isinstance(found, type)
     if is_class and issubclass(found, torch.optim.Optimizer):
@@ -121,21 +102,16 @@ def new_optimizer(
     Raises:
         SettingsError: its arguments are wrong, or it cannot step on a sum of gradients.
     """
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise SettingsError(
-            f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
-        )
+    check_steps_on_sums(kind)
     if "lr" in chosen.arguments:
         raise SettingsError(
             "lr is among the optimizer's arguments", remedy="set it by --learning-rate"
         )
-    arguments = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in chosen.arguments.items()
-    }
+    arguments = with_tuples(chosen.arguments)
     if not isinstance(kind, type):
         return RuleOptimizer(parameters, kind, lr=chosen.rate, arguments=arguments)
-    optimizer: torch.optim.Optimizer = _made(kind, parameters, {**arguments, "lr": chosen.rate})
+    given = {**arguments, "lr": chosen.rate}
+    optimizer: torch.optim.Optimizer = instance_of(kind, parameters, given)
     return optimizer
 
 
@@ -158,13 +134,13 @@ def new_scheduler(
             )
         )
     if chosen.name is not None:
-        kind = _named_class(schedulers, chosen.name, Scheduler)
+        kind = named_class(schedulers, chosen.name, Scheduler)
         if kind in (schedulers.LambdaLR, schedulers.MultiplicativeLR):
             raise SettingsError(
                 f"{kind.__name__} takes a function, which a settings file cannot hold",
                 remedy="choose CosineAnnealingLR, StepLR or another that takes numbers",
             )
-        parts.append(_made(kind, optimizer, chosen.arguments))
+        parts.append(instance_of(kind, optimizer, chosen.arguments))
     if len(parts) < 2:
         return parts[0] if parts else None
     return schedulers.SequentialLR(optimizer, parts, milestones=[chosen.warmup_rounds])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
+from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 from headwater.common.settings import schema as settings
 from headwater.common.user_code import running
 from headwater.server.aggregation.optimizer_changes import (
@@ -37,7 +38,6 @@ from headwater.server.aggregation.optimizer_settings import (
     try_out,
 )
 from headwater.server.aggregation.server_rule import RuleOptimizer
-from headwater.server.aggregation.torch_compiler_stub import without_dynamo
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ServerOptimizer:
         schedule: settings.ScheduleSettings,
     ) -> None:
         # Imports a user's module before the compiler's stub is in place, which it may import.
-        kind = kind_of(optimizer.name)
+        kind = kind_of(optimizer.kind)
         with without_dynamo():
             self._build(image, kind, optimizer, schedule)
 
@@ -79,8 +79,8 @@ class ServerOptimizer:
         schedule: settings.ScheduleSettings,
     ) -> None:
         num_bytes = try_out(kind, optimizer, schedule) * image.layout.num_parameters
-        log.info("%s keeps %.1f MiB of state", optimizer.name, num_bytes / 2**20)
-        self._is_users = ":" in optimizer.name
+        log.info("%s keeps %.1f MiB of state", optimizer.kind, num_bytes / 2**20)
+        self._is_users = ":" in optimizer.kind
         self._kind, self._chosen = kind, (optimizer, schedule)
         self._parameters, self._spans = image.trainable(), image.layout.spans
         if not isinstance(kind, type):  # a rule takes the whole vector

@@ -21,7 +21,7 @@ from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
-from headwater.server.planning.target_batch import described
+from headwater.server.planning.target_batch import described, described_local
 from headwater.server.rounds.model_selection import is_minimised
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
@@ -30,8 +30,10 @@ from headwater.server.rounds.round_row import RoundRow
 
 def print_settings(settings: Settings, *, where: str) -> None:
     """Print the main settings and the numbers derived from them, such as the effective batch."""
-    plan, optimizer = settings.plan, settings.optimizer
-    if plan.accumulation_steps is not None:
+    plan, optimizer = settings.plan, settings.server_optimizer
+    if settings.local.is_on:
+        work = described_local(settings)
+    elif plan.accumulation_steps is not None:
         size = plan.micro_batch_size or plan.set_micro_batch_size
         work = (
             f"K {plan.accumulation_steps} x micro-batch {size} = "

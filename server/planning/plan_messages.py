@@ -10,6 +10,7 @@ from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons
 from headwater.server.planning.answer_times import answer_times
 from headwater.server.planning.planner import Assignment
+from headwater.server.planning.target_batch import LocalRound
 
 
 def plans_of(
@@ -21,12 +22,13 @@ def plans_of(
     weights: Mapping[str, int],
     micro_batch_size: Callable[[int, int], int],
     frozen: str | None,
+    local: LocalRound | None = None,
 ) -> dict[str, Plan]:
     """Return the plans by name; clients with the same assignment and figures share a plan.
 
     ``counted`` is the last round whose sum includes a client's update; ``weights`` are those of
     dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size;
-    ``frozen`` is the digest of the model's frozen part.
+    ``frozen`` is the digest of the model's frozen part; ``local`` is the work of local training.
     """
     chosen = settings.plan
     common = {
@@ -34,8 +36,11 @@ def plans_of(
         "run_seed": settings.seed,
         "model_version": round_number - 1,
         "max_tokens": chosen.max_tokens_per_micro_batch,
-        "local_steps": chosen.local_steps,
-        "local_learning_rate": chosen.local_learning_rate,
+        "local_learning_rate": settings.local.rate,
+        # A client algorithm of the user's takes the steps itself.
+        "local": None
+        if local is None or settings.algorithm.name is not None
+        else settings.local.terms(chosen),
         "precision": chosen.precision,
         "algorithm": settings.algorithm.label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
@@ -48,34 +53,55 @@ def plans_of(
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)
     kinds = list(zip(map(id, assignments), rounds, weights_of, strict=True))
     of_kinds = dict(zip(kinds, assignments, strict=True))
-    sizes = [micro_batch_size(one.quota, one.micro_batch_size) for one in of_kinds.values()]
+    steps = [_local_steps(one, local) for one in of_kinds.values()]
+    sizes = [
+        min(micro_batch_size(one.quota, one.micro_batch_size), -(-one.quota // number))
+        for one, number in zip(of_kinds.values(), steps, strict=True)
+    ]
     factor = settings.secure.answer_factor if common["is_masked"] else None
     times = answer_times(list(of_kinds.values()), sizes, factor=factor)
     shared = {}
-    for (kind, assignment), size, answer in zip(of_kinds.items(), sizes, times, strict=True):
-        fields = _work(assignment, settings, size) | {"answer_seconds": answer}
+    for (kind, assignment), size, number, answer in zip(
+        of_kinds.items(), sizes, steps, times, strict=True
+    ):
+        fields = _work(assignment, settings, size, number, local) | {"answer_seconds": answer}
         shared[kind] = Plan(**common, **fields, counted_round=kind[1], weigh_as=kind[2])
     return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
 
 
-def _work(assignment: Assignment, settings: Settings, micro_batch_size: int) -> dict[str, Any]:
+def _local_steps(assignment: Assignment, local: LocalRound | None) -> int:
+    if local is None:
+        return 1
+    return local.num_steps(assignment.quota, num_examples=assignment.estimate.num_examples)
+
+
+def _work(
+    assignment: Assignment,
+    settings: Settings,
+    micro_batch_size: int,
+    local_steps: int,
+    local: LocalRound | None,
+) -> dict[str, Any]:
     """Return the fields of a plan that follow from its assignment."""
     deadline = settings.cohort.deadline_seconds
     evened = ""
-    if micro_batch_size != assignment.micro_batch_size:
+    if local is None and micro_batch_size != assignment.micro_batch_size:
         evened = f", cut to {micro_batch_size} each to tell the noise"
     # Local steps move the model, so a device must not choose their number by stopping early.
-    is_summing = settings.plan.local_steps == 1
-    finish = assignment.finish_seconds(micro_batch_size) if is_summing else None
+    finish = assignment.finish_seconds(micro_batch_size) if local is None else None
     share = assignment.estimate.deadline_share
     return {
         "quota": assignment.quota,
+        "local_steps": local_steps,
         "micro_batch_size": micro_batch_size,
         # The device trains in this share of the deadline; the rest is for the transfers.
         "deadline_seconds": None if deadline is None else deadline * share,
         "finish_seconds": finish,
         "share": assignment.time_share,
-        "reason": plan_reasons.of_plan(assignment, finish_seconds=finish) + evened,
+        "reason": plan_reasons.of_plan(
+            assignment, finish_seconds=finish, local=local, local_steps=local_steps
+        )
+        + evened,
     }
 
 

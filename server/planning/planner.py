@@ -40,6 +40,7 @@ from headwater.server.planning.device_estimates import (
 )
 from headwater.server.planning.equal_finish import CohortColumns, equal_finish
 from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
+from headwater.server.planning.target_batch import LocalRound
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.
@@ -76,6 +77,7 @@ class SizeBound(Enum):
     MAXIMUM = "at its maximum"
     FASTEST = "fastest measured"
     DATA = "all its examples"
+    STEP = "a whole local step"
     MEMORY = "what fits in memory"
 
 
@@ -155,6 +157,7 @@ def assign(
     target: int,
     deadline_seconds: float | None = None,
     costs: TransferCosts = NO_COSTS,
+    local: LocalRound | None = None,
 ) -> dict[str, Assignment]:
     """Assign a quota of at least one example and a micro-batch size to every client, by name.
 
@@ -162,26 +165,30 @@ def assign(
 
     With ``accumulation_steps`` set, each gets K micro-batches of the same size, also if it owns
     fewer examples. Otherwise quotas are by equal finish, and their sum is ``target`` examples if
-    the clients' bounds and the deadline allow it; no client gets more than it owns. Clients for
-    which everything that enters a plan is the same share one assignment.
+    the clients' bounds and the deadline allow it; no client gets more than it owns, or, with
+    ``local`` training, more than ``LocalRound.most``. Clients for which everything that enters a
+    plan is the same share one assignment.
     """
     if not names:
         return {}
     steps = chosen.accumulation_steps
     known = EstimateColumns.of(estimates)
     reasons = list(map(exceptions.get, names))
-    sizes, bounds = micro_batch_sizes(known, chosen)
+    sizes, bounds = micro_batch_sizes(known, chosen, local)
     limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
     inputs = [known.num_examples, known.deadline_share, limits, bounds, known.base, known.each]
     if steps is not None:
         nothing = np.zeros(len(names))
-        quotas: Ints = steps * sizes
+        quotas = _set_quotas(steps * sizes, known, local)
         times: list[Floats] = [nothing + 1.0, nothing, nothing, nothing]
     else:
         is_exception = np.array([reason is not None for reason in reasons])
         transfers = np.array([costs.transfer_seconds(one.vitals) for one in estimates])
         cohort, speed_cuts = _cohort_columns(
-            *(known, sizes, is_exception, transfers), deadline_seconds, costs.turn_seconds
+            *(known, sizes, is_exception, transfers),
+            deadline_seconds,
+            costs.turn_seconds,
+            most=_most(known, sizes, local),
         )
         quotas, *parts = _equal_quotas(cohort, target, deadline_seconds)
         times = [speed_cuts, *parts]
@@ -200,6 +207,23 @@ def assign(
             one = shared[kind] = Assignment._make(row)
         assigned[name] = one
     return assigned
+
+
+def _set_quotas(each: Ints, known: EstimateColumns, local: LocalRound | None) -> Ints:
+    """Return the quotas where K is set: ``each`` for one sum, or for each local step."""
+    if local is None:
+        return each
+    return local.steps * each if local.epochs is None else local.most(known.num_examples)
+
+
+def _most(known: EstimateColumns, sizes: Ints, local: LocalRound | None) -> Ints:
+    """Return the most examples of each client; a report lists MAX_STEPS micro-batches at most."""
+    if local is None:
+        return np.minimum(known.num_examples, MAX_STEPS * sizes)
+    per_step = -(-local.step_examples // sizes)
+    return np.minimum(
+        local.most(known.num_examples), MAX_STEPS * local.step_examples // per_step
+    ).astype(np.int64)
 
 
 def _row_bytes(columns: Sequence[Ints | Floats]) -> list[bytes]:
@@ -223,7 +247,9 @@ def _equal_quotas(
     return quotas, ahead / finish_seconds, cohort.fixed / finish_seconds, free
 
 
-def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> tuple[Ints, Ints]:
+def micro_batch_sizes(
+    known: EstimateColumns, chosen: settings.PlanSettings, local: LocalRound | None = None
+) -> tuple[Ints, Ints]:
     """Return the largest micro-batches that fit in the clients' memories, and what bound each.
 
     base + size x bytes per example must stay within ``memory_fraction`` of the limit; one example
@@ -231,7 +257,8 @@ def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> 
     most what the device measured to be the fastest, and the examples that it owns. The bounds are
     indices of SIZE_BOUNDS.
     """
-    fitting = _fitting_sizes(known, chosen.memory_fraction)
+    held = 0 if local is None else local.held_bytes
+    fitting = _fitting_sizes(known, chosen.memory_fraction, held_bytes=held)
     if chosen.micro_batch_size is not None or chosen.accumulation_steps is not None:
         largest = chosen.micro_batch_size or chosen.set_micro_batch_size
         kinds = [SizeBound.SET, SizeBound.MEMORY]
@@ -241,18 +268,24 @@ def micro_batch_sizes(known: EstimateColumns, chosen: settings.PlanSettings) -> 
         fastest = np.where(known.fastest > 0, known.fastest, np.inf)
         owned = known.num_examples.astype(np.float64)
         limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, owned, fitting]
+    if local is not None:
+        kinds.append(SizeBound.STEP)
+        limits.append(np.full_like(fitting, local.step_examples))
     rows = np.stack(limits)
     first = rows.argmin(axis=0)  # of equal limits the first
     indices = np.array([SIZE_BOUNDS.index(kind) for kind in kinds])
     return rows.min(axis=0).astype(np.int64), indices[first]
 
 
-def _fitting_sizes(known: EstimateColumns, fraction: float) -> Floats:
-    """Return the largest micro-batches that fit in memory; 2^40 where that is unknown."""
+def _fitting_sizes(known: EstimateColumns, fraction: float, *, held_bytes: int = 0) -> Floats:
+    """Return the largest micro-batches that fit in memory; 2^40 where that is unknown.
+
+    ``held_bytes`` are those of local steps, which no measured peak contains.
+    """
     limit, slope = known.memory_limit, known.bytes_per_example
     is_known = (limit >= 0) & (slope > 0)
     base = np.where(np.isnan(known.base_bytes), 0.0, known.base_bytes)
-    room = np.where(is_known, np.maximum(limit * fraction - base, 0.0), np.inf)
+    room = np.where(is_known, np.maximum(limit * fraction - base - held_bytes, 0.0), np.inf)
     sizes = room / np.where(is_known, np.maximum(slope, MIN_BYTES), 1.0)
     fitting: Floats = np.maximum(np.floor(np.minimum(sizes, 2.0**40)), 1.0)
     return fitting
@@ -265,6 +298,8 @@ def _cohort_columns(
     transfer_seconds: Floats,
     deadline_seconds: float | None,
     turn_seconds: float,
+    *,
+    most: Ints,
 ) -> tuple[CohortColumns, Floats]:
     """Return the cohort's columns, and the claimed speed over the believed one of each client."""
     share = np.maximum(known.share, MIN_TIME_SHARE)
@@ -276,13 +311,12 @@ def _cohort_columns(
     base[~is_measured], each[~is_measured] = median.base, median.each
     believed = (median.base + sizes * median.each) / MAX_SPEED_RATIO
     speed_cuts = np.where(is_regular, np.maximum(believed / (base + sizes * each), 1.0), 1.0)
-    most: Ints = np.where(is_exception, 1, np.minimum(known.num_examples, MAX_STEPS * sizes))
     cohort = CohortColumns(
         size=sizes,
         base=base * speed_cuts,
         each=each * speed_cuts,
         fixed=transfer_seconds,
-        most=most,
+        most=np.where(is_exception, 1, most),
         longest=(math.inf if deadline_seconds is None else deadline_seconds) * known.deadline_share,
         turn_seconds=turn_seconds,
     )

@@ -174,8 +174,8 @@ class RoundPlanner:
         self._check_enough(names, excluded, round_number)
         estimates = [self.known.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
-        target = self.target.open(num_invited=len(names))
-        if num_updates is not None:
+        target = self.target.open(num_invited=len(names), owned=owned.values())
+        if num_updates is not None and self.target.local is None:
             target = -(-target * len(names) // min(num_updates, len(names)))
         self._log_target(round_number, target, owned)
         assigned: Mapping[str, Assignment] = self.decisions.assign(
@@ -186,6 +186,7 @@ class RoundPlanner:
             target=target,
             deadline_seconds=self.settings.cohort.deadline_seconds,
             costs=costs,
+            local=self.target.local,
         )
         weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
         assigned = assigned if not busy else {name: assigned[name] for name in selection.names}
@@ -210,6 +211,7 @@ class RoundPlanner:
                 counted=counted,
                 weights=weights,
                 micro_batch_size=self.target.micro_batch_size,
+                local=self.target.local,
                 frozen=self.frozen,
             ),
             owned=owned,
@@ -331,7 +333,8 @@ class RoundPlanner:
     def _log_target(self, round_number: int, target: int, owned: Mapping[str, int]) -> None:
         """Log, once in a run, that the target is more than all examples of the cohort."""
         num_owned = sum(owned.values())
-        if self._is_k_set or self._has_logged_target or target <= num_owned:
+        is_by_data = self._is_k_set or self.target.local is not None
+        if is_by_data or self._has_logged_target or target <= num_owned:
             return
         self._has_logged_target = True
         log.warning(

@@ -167,7 +167,9 @@ class RoundRow:
         return own | self.metrics
 
 
-def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> ClientRow:
+def client_row(
+    report: ReportFields, *, plan_reason: str, takes_local_steps: bool = False
+) -> ClientRow:
     """Return the row of a client's report."""
     steps = report.steps
     return ClientRow(
@@ -184,9 +186,9 @@ def client_row(report: ReportFields, *, plan_reason: str, local_steps: int) -> C
         step_gradient_norm=[step.gradient_norm for step in steps],
         # Local steps move the model, so their gradients are not of two batch sizes at one model.
         gradient_variance=(
-            [found.variance if found else None for found in estimates_after_steps(steps)]
-            if local_steps == 1
-            else [None] * len(steps)
+            [None] * len(steps)
+            if takes_local_steps
+            else [found.variance if found else None for found in estimates_after_steps(steps)]
         ),
         peak_bytes=max((step.peak_bytes for step in steps), default=0),
         reason=report.reason,
@@ -217,7 +219,7 @@ class ClientRows(Sequence[ClientRow]):
 
     def _row(self, report: ReportFields) -> ClientRow:
         plan = self._plans[report.name]
-        return client_row(report, plan_reason=plan.reason, local_steps=plan.local_steps)
+        return client_row(report, plan_reason=plan.reason, takes_local_steps=plan.takes_local_steps)
 
 
 def masked_client_row(answer: ReadyReport | ReportFields, plan: Plan) -> MaskedClientRow:

@@ -27,10 +27,11 @@ from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
+from headwater.server.aggregation.step_correction import correct_steps
 from headwater.server.fleet import Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
-from headwater.server.planning.target_batch import BatchTotals, Target
+from headwater.server.planning.target_batch import BatchTotals, Target, local_round
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.rounds import evaluation, model_selection
@@ -81,9 +82,13 @@ class Training:
             load_initial(self.image, settings.model.initial)
         self.test_examples = evaluation.server_test_examples(self.task, self.image, settings)
         self._num_test_left_out = 0
-        self.optimizer = ServerOptimizer(self.image, settings.optimizer, settings.schedule)
+        self.optimizer = ServerOptimizer(self.image, settings.server_optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
-        self.target = Target(settings.plan, max_weight_per_example=self.max_weight_per_example)
+        self.target = Target(
+            settings.plan,
+            max_weight_per_example=self.max_weight_per_example,
+            local=local_round(settings, num_parameters=self.image.layout.num_parameters),
+        )
         self.planner = RoundPlanner(
             settings,
             self.target,
@@ -186,6 +191,7 @@ class Training:
                 note_unmasked=partial(self._note_unmasked, opened),
             )
             self._check_enough(opened, done.names)
+            correct_steps(done, opened.plans, {})
             # Private clients have masked zeros in place of their metrics.
             return done if self.privacy is None else replace(done, metric_sums={})
         columns, held, bit_sum = opened.columns, self.held, None
@@ -197,7 +203,7 @@ class Training:
                 names=opened.accepted,
                 clip_bits=opened.clip_bits,
             )
-        return plain_sum(
+        done = plain_sum(
             columns,
             names=tuple(opened.accepted),
             mean_P=self.sum.close() if held is None else held.mean(self.sum),
@@ -209,6 +215,8 @@ class Training:
             noise=total(opened.noise) if held is None and opened.has_one_model else None,
             bit_sum=bit_sum,
         )
+        correct_steps(done, opened.plans, {} if self.privacy is not None else opened.accepted)
+        return done
 
     def _note_unmasked(self, opened: OpenRound, unmasked: UnmaskedSum) -> None:
         if self.privacy is not None:
@@ -252,7 +260,7 @@ class Training:
             sent_weight=done.weight,
         )
         noise = None
-        is_exact = self.settings.plan.local_steps == 1 and self.settings.algorithm.name is None
+        is_exact = not self.settings.local.is_on and self.settings.algorithm.name is None
         if done.noise is not None and is_exact:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))

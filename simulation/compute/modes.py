@@ -71,7 +71,7 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             plan.max_tokens_per_micro_batch is not None and hasattr(devices.trainer.task, "collate")
         ):
             raise UnsupportedBatch("each device cuts its micro-batches by the examples' lengths")
-        if plan.local_steps > 1:
+        if settings.local.is_on:
             raise UnsupportedBatch("each device's local steps need a model of its own")
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")

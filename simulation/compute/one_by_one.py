@@ -18,11 +18,11 @@ import numpy as np
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.compression.error_feedback import encoded_update
 from headwater.client.device.interfaces import Hardware
+from headwater.client.local_training.local_update import LocalSum, make_update
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import LocalSum, make_update
 from headwater.client.training.sampler import (
     ExampleOrder,
     Window,

@@ -256,6 +256,10 @@ class ReportView:
         return self._of.norms is not None
 
     @property
+    def local_steps(self) -> int:
+        return 1
+
+    @property
     def reason(self) -> StopReason:
         return self._of.planned.reasons[self._at]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from headwater.client.memory.peak_model import PeakModel, guarded_bytes
 from headwater.common.stats.linear_fit import Line
 from headwater.simulation.fleet.profiles import MIB
@@ -74,6 +77,16 @@ class VirtualMemory:
 
     def expect(self, *, rest_bytes: int, peak_bytes: int) -> None:
         """Do nothing: a simulated device's bytes are those of its profile, not this process's."""
+
+    @contextlib.contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Count so many bytes to what the device has in any case, while the block runs."""
+        before, self.base_bytes = self.base_bytes, self.base_bytes + num_bytes
+        self._cached_fitting = None, None
+        try:
+            yield
+        finally:
+            self.base_bytes, self._cached_fitting = before, (None, None)
 
     def use_checkpointing(self, bytes_per_example: float | None) -> None:
         self.uses_checkpointing = True

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.interfaces import TimeShare
+from headwater.client.local_training.local_update import train_round
 from headwater.client.memory.activation_checkpointing import (
     Recomputed,
     is_on,
@@ -23,7 +24,6 @@ from headwater.client.memory.activation_checkpointing import (
     switch_on,
 )
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan

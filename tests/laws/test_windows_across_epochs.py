@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.client.training.local_update import train_round
+from headwater.client.local_training.local_update import train_round
 from headwater.client.training.sampler import (
     SamplerPosition,
     SamplerState,
     Window,
     permutation,
-    split,
     window,
 )
 from tests.tasks import TwoLayers, examples, gradient_sum
@@ -65,7 +64,7 @@ def test_local_steps_across_epochs_are_exact_over_their_micro_batches(
     taken = window_from(place, quota)
     before_P = context.image.values_P.double()
     values_P = before_P.clone()
-    for part in split(taken.positions, math.ceil(chosen.accumulation_steps / 2) * size):
+    for part in (taken.positions[: quota // 2], taken.positions[quota // 2 :]):
         values_P -= rate * torch.from_numpy(gradient_sum(values_P, own, part)) / len(part)
     update = train_round(chosen, taken, context)
     moved_P = update.values_P.double() / update.report.weight

@@ -41,7 +41,7 @@ def liars(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("partition", ["iid", "labels:1", "dirichlet:0.1"])
 @pytest.mark.parametrize("local_steps", [1, 4])
 def test_an_honest_fleet_never_meets_the_norms_limit(partition: str, local_steps: int) -> None:
-    rows = run(partition__kind=partition, plan__local_steps=local_steps)
+    rows = run(partition__kind=partition, local__steps=local_steps)
     assert [(row.num_outliers, row.num_aborted) for row in rows] == [(0, 0)] * 30
 
 

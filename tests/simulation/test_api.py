@@ -231,8 +231,8 @@ def test_without_progress_nothing_is_printed(capsys: pytest.CaptureFixture[str])
     ("task", "given", "message"),
     [
         (Signs, {"clients": "many"}, r"headwater.simulate\(\): simulation.clients \(--clients\)"),
-        (Signs, {"settings": {"plan.lokal_steps": 2}}, "did you mean plan.local_steps"),
-        (Signs, {"settings": {"plan": {"local_steps": 0}}}, "at least 1"),
+        (Signs, {"settings": {"local.stepz": 2}}, "did you mean local.steps"),
+        (Signs, {"settings": {"local": {"steps": 0}}}, "at least 1"),
         (Signs, {"settings": "absent.toml"}, "cannot read the settings file absent.toml"),
         (Signs, {"engine": "grpc"}, "the task is a Python object, and engine='grpc'"),
         (Signs, {"engine": "flower-ray"}, "the task is a Python object, and engine='flower-ray'"),

@@ -42,13 +42,11 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "planned": {"plan": {"effective_batch_size": 30}},
     "local steps": {
-        "plan": {
-            "accumulation_steps": 4,
-            "micro_batch_size": 2,
-            "local_steps": 2,
-            "local_learning_rate": 0.01,
-        },
+        "plan": {"accumulation_steps": 2, "micro_batch_size": 2},
+        "local": {"steps": 2, "learning_rate": 0.01, "arguments": {"momentum": 0.9}},
     },
+    "planned local steps": {"local": {"steps": 3, "batch_size": 2}, "plan": {}},
+    "diloco": {"local": {"algorithm": "diloco", "steps": 3, "batch_size": 2}, "plan": {}},
     "masked": {"cohort": {"min_clients": 3}, "secure": {"aggregation": "semi-honest"}},
     "tested on devices": {"evaluation": {"on_devices": True}},
     "own parameters on the devices": {

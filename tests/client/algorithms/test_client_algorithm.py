@@ -18,8 +18,8 @@ from examples.extensions.clipped_update import ClippedUpdate
 from examples.extensions.fedprox import FedProx
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.commands import connection_of
-from headwater.client.training.local_update import make_update, sum_gradients
-from headwater.client.training.local_work import ClientAlgorithm, LocalWork
+from headwater.client.local_training.local_update import make_update, sum_gradients
+from headwater.client.local_training.local_work import ClientAlgorithm, LocalWork
 from headwater.client.training.spool import Spool
 from headwater.common.errors import (
     AlgorithmBroken,

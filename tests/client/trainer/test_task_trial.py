@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.trainer.trainer import Trainer
-from headwater.client.training.local_update import sum_gradients
 from headwater.common.errors import (
     NoFiniteExample,
     OutOfMemory,

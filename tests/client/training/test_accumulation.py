@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.training.local_update import sum_gradients
+from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.training.sampler import ExampleOrder, Ints, split
 from headwater.common.errors import EmptyUpdate, TaskError
 from tests.tasks import (

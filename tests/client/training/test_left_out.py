@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Dataset
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.local_training.local_update import sum_gradients, train_round
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.local_update import sum_gradients, train_round
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.hardware import ThisMachine
+from headwater.client.local_training.local_update import train_round
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
-from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
 from headwater.common.errors import EmptyUpdate
 from tests.client.training.power_cuts import (

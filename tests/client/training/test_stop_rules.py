@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwater.client.device.interfaces import TimeShare
+from headwater.client.local_training.local_update import train_round
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.batch_fetch import Batches
-from headwater.client.training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.client.training.stop_rules import SUMMED_PART, StopRules, num_until_finish
 from headwater.common.errors import NonFiniteUpdate

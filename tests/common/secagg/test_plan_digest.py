@@ -49,16 +49,21 @@ def test_plans_for_another_unit_of_privacy_have_other_digests() -> None:
         {"model_version": 1},
         {"local_steps": 2},
         {"local_learning_rate": 1e-30},
+        {"local": {}},
+        {"local": {"optimizer": "adam"}},
+        {"local": {"arguments": {"momentum": 0.9}}},
+        {"local": {"proximal": 0.1}},
+        {"local": {"is_normalized": True}},
         {"precision": "bfloat16"},
         {"algorithm": "none"},
         {"held_out_fraction": 0.1},
         {"weigh_as": 8},
         {"privacy": TERMS},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=str,
 )
 def test_plans_that_differ_in_a_common_field_have_other_digests(change: dict[str, Any]) -> None:
-    assert plan_digest(Plan(**FIELDS)) != plan_digest(Plan(**FIELDS | change))
+    assert plan_digest(Plan(**FIELDS)) != plan_digest(Plan.model_validate(FIELDS | change))
 
 
 def test_plans_of_unlike_devices_have_the_same_digest() -> None:

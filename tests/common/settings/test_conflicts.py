@@ -36,9 +36,37 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "--accumulation-steps",
     ),
     "the noise scale and local steps": (
-        plan(follow_noise_scale=True, local_steps=2),
-        "2 local steps",
+        {**plan(follow_noise_scale=True), "local": {"steps": 2}},
+        "no noise scale",
     ),
+    "local steps and epochs": ({"local": {"steps": 2, "epochs": 2}}, "both --local-steps and"),
+    "local steps of K micro-batches and of B examples": (
+        {**plan(accumulation_steps=2), "local": {"steps": 2, "batch_size": 4}},
+        "examples of a local step",
+    ),
+    "local steps and a number of examples": (
+        {**plan(effective_batch_size=64), "local": {"steps": 2}},
+        "--effective-batch-size",
+    ),
+    "an epoch and a number of tokens": (
+        {**plan(tokens_per_update=4096), "local": {"algorithm": "fedavg"}},
+        "--tokens-per-update",
+    ),
+    "a proximal term without local steps": ({"local": {"proximal": 0.1}}, "devices take none"),
+    "a step's examples without local steps": ({"local": {"batch_size": 8}}, "devices take none"),
+    "a scaled rate and local steps": (
+        {"schedule": {"batch_scaling": "sqrt"}, "local": {"algorithm": "diloco"}},
+        "--batch-scaling",
+    ),
+    "a client algorithm and a proximal term": (
+        {"algorithm": {"name": "mine.py:Mine"}, "local": {"steps": 2, "proximal": 0.1}},
+        "takes the local steps itself",
+    ),
+    "a client algorithm and a preset": (
+        {"algorithm": {"name": "mine.py:Mine"}, "local": {"algorithm": "fedprox"}},
+        "takes the local steps itself",
+    ),
+    "masks and epochs": ({**MASKS, "local": {"algorithm": "fedavg"}}, "does not tell under masks"),
     "a start above the maximum": (
         plan(follow_noise_scale=True, max_effective_batch_size=511),
         "--max-effective-batch-size 511",
@@ -125,7 +153,6 @@ def test_settings_that_contradict_each_other_are_named_with_a_remedy(case: str) 
         {},
         {"accumulation_steps": 2, "effective_batch_size": 64},
         {"tokens_per_update": 4096},
-        {"tokens_per_update": 4096, "local_steps": 2},
         {"follow_noise_scale": True, "effective_batch_size": 512, "max_effective_batch_size": 512},
     ],
 )
@@ -148,9 +175,10 @@ def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, An
         ({"secure": {"aggregation": "active", "ring_bits": 16}}, "--ring-bits"),
         ({"privacy": {**BY_EXAMPLE, "clip_quantile": 0.5}}, "--privacy-clip-quantile"),
         (
-            {"privacy": BY_EXAMPLE, "plan": {"accumulation_steps": 2, "local_steps": 2}},
+            {"privacy": BY_EXAMPLE, "plan": {"accumulation_steps": 2}, "local": {"steps": 2}},
             "--local-steps",
         ),
+        ({"local": {"algorithm": "fedavg"}}, "--local-epochs, and set --local-steps"),
         ({"privacy": BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
         ({"privacy": BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
         ({"privacy": BANDED, "secure": {"aggregation": "active"}}, "--privacy-bands"),

@@ -116,7 +116,7 @@ def test_an_override_below_a_value_of_the_file_is_a_settings_error(tmp_path: Pat
     file = tmp_path / "settings.toml"
     file.write_text("plan = 3")
     with pytest.raises(SettingsError, match="plan"):
-        load(file, {"plan.local_steps": 2})
+        load(file, {"plan.micro_batch_size": 2})
 
 
 def test_settings_cannot_be_changed_in_place() -> None:

@@ -87,7 +87,7 @@ FILES: dict[str, tuple[str, str]] = {
         "rouns = 3",
         "rouns is not a setting; did you mean rounds?",
     ),
-    "extra table": ("[plann]\nlocal_steps = 2", "plann is not a setting; did you mean plan?"),
+    "extra table": ("[plann]\nprecision = 2", "plann is not a setting; did you mean plan?"),
     "extra key in a table": (
         "[plan]\nmicrobatch_size = 3",
         "plan.microbatch_size is not a setting; did you mean plan.micro_batch_size?",
@@ -153,7 +153,7 @@ def test_a_union_s_error_is_shown_once() -> None:
 def test_an_override_below_a_value_of_the_file_is_a_settings_error(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("plan = 3")
-    assert "plan: expected a table" in error_of(file, {"plan.local_steps": 2}).message
+    assert "plan: expected a table" in error_of(file, {"plan.micro_batch_size": 2}).message
 
 
 REMOVED = sorted(sources.REMOVED)

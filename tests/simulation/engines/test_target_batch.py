@@ -230,6 +230,6 @@ def test_with_k_set_rows_contain_the_noise_and_no_target() -> None:
 
 
 def test_rows_of_local_steps_contain_no_noise() -> None:
-    plan = {"accumulation_steps": 4, "micro_batch_size": 4, "local_steps": 2}
-    (row,) = rows_of(chosen(DIGITS, 1, plan=plan))
+    plan = {"accumulation_steps": 2, "micro_batch_size": 4}
+    (row,) = rows_of(chosen(DIGITS, 1, plan=plan, local={"steps": 2}))
     assert (row.gradient_variance, row.squared_gradient, row.noise_scale) == (None, None, None)

@@ -1,8 +1,9 @@
 """A client's window as a client algorithm sees it: the local steps, or an algorithm of the user's.
 
-With ``local_steps > 1`` the client takes H steps of plain SGD on means of its own sums (McMahan et
-al. 2017, algorithm 1) and sends weight x (parameters before - after), which the server treats as a
-gradient. A ``ClientAlgorithm`` of the user's may make another vector of its window.
+With local steps the client takes H steps of an optimizer of torch, each on the mean of a part of
+its window (McMahan et al. 2017, algorithm 1), and sends weight x (parameters before - after), which
+the server treats as a gradient. A ``ClientAlgorithm`` of the user's may make another vector of its
+window.
 
 Parameters that stay on the device take a step of plain SGD wherever their gradients are complete:
 with the mean of the window, or of each local step.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -29,7 +29,10 @@ from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
 from headwater.common.messages import Plan
-from headwater.common.model.vectors import all_finite
+from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.optimizers.local_optimizer import held_bytes, local_optimizer, path_length
+from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class LocalWork:
         """The local learning rate (``--local-learning-rate``)."""
         self.num_steps = plan.local_steps
         """The planned local steps (``--local-steps``)."""
+        self.num_taken = 0
+        """The local steps whose gradients were yielded so far."""
         self.is_taken = False
         """Whether the window was summed, or is being summed."""
         self._plan = plan
@@ -122,19 +127,22 @@ class LocalWork:
         if self.num_steps == 1:
             sum_P = self.sum()
             if self.weight:
+                self.num_taken = 1
                 yield sum_P.div_(self.weight)
             return
         self._take()
         if self._spool is not None:
             _warn_not_spooled()
         plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
-        size = math.ceil(plan.accumulation_steps / plan.local_steps) * plan.micro_batch_size
-        for start in range(0, len(self._window.positions), size):
-            part = self._window.part(start, start + size)
+        for start, end in map(plan.local_step, range(self.num_steps)):
+            part = self._window.part(start, end)
+            if not part.positions:
+                continue
             step_sum = sum_window(plan, part, context, rules, before=self.total)
             self.total = _joined(self.total, step_sum)
             self._step_local(step_sum.weight)
             if step_sum.weight:
+                self.num_taken += 1
                 yield context.accumulator.values_P.div_(step_sum.weight)
             if step_sum.reason != "quota":
                 break
@@ -200,20 +208,37 @@ class LocalWork:
 
 
 class LocalSteps:
-    """Plain SGD on the means of the client's own sums."""
+    """An optimizer's steps on the means of the client's own sums, by the plan's terms."""
 
-    def __init__(self, context: TrainingContext) -> None:
+    def __init__(self, terms: LocalTerms, context: TrainingContext) -> None:
+        self._terms = terms
         self._context = context
 
     def train(self, work: LocalWork) -> Tensor:
-        image = self._context.image
-        start_P = work.start_P
-        optimizer = torch.optim.SGD(image.trainable(), lr=work.learning_rate)
-        for _ in work.steps():  # the mean is in the parameters' gradients
-            optimizer.step()
-        # The accumulator's vector is free now and takes the difference.
-        difference_P = torch.sub(start_P, image.values_P, out=self._context.accumulator.values_P)
-        return difference_P.mul_(work.weight)
+        image, terms, rate = self._context.image, self._terms, work.learning_rate
+        num_bytes = held_bytes(terms, num_parameters=image.layout.num_parameters)
+        with self._context.memory.holding(num_bytes):
+            start_P = work.start_P
+            optimizer = local_optimizer(terms, image.trainable(), rate=rate)
+            for mean_P in work.steps():  # the mean is in the parameters' gradients
+                if terms.proximal:
+                    _pull_back(mean_P, image.values_P, start_P, terms.proximal)
+                with without_dynamo():
+                    optimizer.step()
+            # The accumulator's vector is free now and takes the difference.
+            own_P = self._context.accumulator.values_P
+            difference_P = torch.sub(start_P, image.values_P, out=own_P)
+        length = 1.0
+        if terms.is_normalized and work.num_taken:
+            length = path_length(terms, work.num_taken, rate=rate)
+        return difference_P.mul_(work.weight / length)
+
+
+def _pull_back(gradient_P: Tensor, values_P: Tensor, start_P: Tensor, mu: float) -> None:
+    """Add mu (parameters - start) to a gradient, in place, without another vector."""
+    parts = (torch.split(one_P, CHUNK) for one_P in (gradient_P, values_P, start_P))
+    for gradient, values, start in zip(*parts, strict=True):
+        gradient.add_(values - start, alpha=mu)
 
 
 def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None:

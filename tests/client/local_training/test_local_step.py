@@ -12,9 +12,9 @@ from torch import Tensor
 from headwater.client.algorithms.trial import try_algorithm
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.flower.state_file import local_file
+from headwater.client.local_training.local_work import LocalWork
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.training.local_work import LocalWork
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.common.errors import LocalParametersMismatch, ModelMismatch, NonFiniteUpdate

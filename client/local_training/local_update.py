@@ -1,8 +1,8 @@
 """A client's work in one round: sum the gradients of K micro-batches exactly, and report.
 
-Local steps and client algorithms are in ``headwater.client.training.local_work``. Parameters that
-stay on the device and the shared ones are differentiated at the same point, so the shared vector is
-exact under the device's own parameters.
+Local steps and client algorithms are in ``headwater.client.local_training.local_work``. Parameters
+that stay on the device and the shared ones are differentiated at the same point, so the shared
+vector is exact under the device's own parameters.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwater.client.memory.activation_checkpointing import is_on_in
-from headwater.client.privacy.private_update import private_update
-from headwater.client.training.context import TrainingContext
-from headwater.client.training.local_work import (
+from headwater.client.local_training.local_work import (
     ClientAlgorithm,
     LocalSteps,
     LocalWork,
     carry_out,
 )
+from headwater.client.memory.activation_checkpointing import is_on_in
+from headwater.client.privacy.private_update import private_update
+from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.window_sum import WindowSum, flat
@@ -30,6 +30,7 @@ from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import kind_of
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.task import max_weight_per_example
 from headwater.common.user_code import running
 
@@ -43,6 +44,8 @@ class LocalSum:
     values_P: Tensor
     total: WindowSum
     start_seconds: float
+    num_taken: int
+    """The local steps taken; 1 for an exact sum."""
     local_L: Tensor
     """The parameters that stay on the device after the window; the model still has those before."""
 
@@ -93,8 +96,8 @@ def sum_gradients(
             name = f"the client algorithm {type(algorithm).__name__}"
             with running(name):
                 carry_out(algorithm, work, name=name)
-        elif plan.local_steps > 1:
-            carry_out(LocalSteps(context), work, name="the local steps")
+        elif plan.takes_local_steps:
+            carry_out(LocalSteps(plan.local or LocalTerms(), context), work, name="local training")
         else:
             work.sum()
     except NonFiniteUpdate as error:
@@ -114,6 +117,7 @@ def sum_gradients(
         values_P=context.accumulator.values_P,
         total=work.total,
         start_seconds=work.start_seconds,
+        num_taken=max(work.num_taken, 1),
         local_L=after_L,
     )
 
@@ -166,6 +170,7 @@ def make_update(
         seconds=context.clock.seconds() - local_sum.start_seconds,
         steps=tuple(total.steps),
         reason=total.reason,
+        local_steps=local_sum.num_taken,
         vitals=context.vitals(),
         is_checkpointed=is_on_in(context.image.modules),
     )

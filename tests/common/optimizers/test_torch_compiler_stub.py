@@ -13,7 +13,7 @@ import pytest
 START = """
 import sys
 import torch
-from headwater.server.aggregation.torch_compiler_stub import without_dynamo
+from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 NAME = "torch._dynamo"
 """
 

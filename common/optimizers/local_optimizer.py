@@ -1,0 +1,118 @@
+"""The optimizer of a device's local steps: made by its name, its memory, and its path's length.
+
+A device begins every round with a new state: any device may be in any round, and a round that is
+repeated gives the same update. (DiLoCo's workers, who never leave, keep theirs.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from headwater.common.errors import SettingsError
+from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.optimizers.named_optimizer import (
+    check_steps_on_sums,
+    instance_of,
+    named_class,
+    with_tuples,
+)
+from headwater.common.optimizers.torch_compiler_stub import without_dynamo
+
+FLOAT_BYTES = 4
+
+
+def local_optimizer(
+    terms: LocalTerms, parameters: Iterable[nn.Parameter], *, rate: float
+) -> torch.optim.Optimizer:
+    """Return a new optimizer of the parameters.
+
+    Raises:
+        SettingsError: torch has no such optimizer, or it does not take these arguments.
+    """
+    with without_dynamo():
+        kind = named_class(torch.optim, terms.optimizer, torch.optim.Optimizer)
+        check_steps_on_sums(kind)
+        if "lr" in terms.arguments:
+            raise SettingsError(
+                "lr is among the arguments of the local optimizer",
+                remedy="set it by --local-learning-rate",
+            )
+        given = {**with_tuples(terms.arguments), "lr": rate}
+        made: torch.optim.Optimizer = instance_of(kind, list(parameters), given)
+        return made
+
+
+def held_bytes(terms: LocalTerms, *, num_parameters: int) -> int:
+    """Return what local steps hold beside model and gradient: the start, and the optimizer's state.
+
+    =====================  ==========================================
+    sgd                    4 bytes per parameter
+    sgd with momentum      8
+    adam, adamw            12
+    =====================  ==========================================
+
+    Raises:
+        SettingsError: the optimizer cannot be made, or cannot step.
+    """
+    return round((FLOAT_BYTES + _state_bytes(terms.text)) * num_parameters)
+
+
+def path_length(terms: LocalTerms, num_steps: int, *, rate: float) -> float:
+    """Return how far ``num_steps`` steps along one gradient go, in steps of plain SGD.
+
+    It is the norm of the vector a in Wang et al. 2020 (equation 5): by it the device divides its
+    update. For plain SGD it is the number of steps, for Adam too; momentum makes the path longer
+    (section 3.2), and a proximal term shorter. Computed by the optimizer itself, on one parameter.
+
+    Raises:
+        SettingsError: the optimizer cannot be made, or cannot step.
+    """
+    is_plain = terms.optimizer.lower() == "sgd" and not terms.arguments and not terms.proximal
+    return float(num_steps) if is_plain else _path_length(terms.text, num_steps, rate)
+
+
+@functools.lru_cache(maxsize=16)
+def _state_bytes(text: str) -> float:
+    """Return the optimizer's bytes of state per parameter, after two steps."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    optimizer = _after_steps(LocalTerms.of_text(text), parameter, num_steps=2, rate=1e-3)
+    tensors = [
+        value
+        for entries in optimizer.state.values()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel()
+    ]
+    return sum(tensor.nbytes for tensor in tensors) / parameter.numel()
+
+
+@functools.lru_cache(maxsize=1024)
+def _path_length(text: str, num_steps: int, rate: float) -> float:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    _after_steps(LocalTerms.of_text(text), parameter, num_steps=num_steps, rate=rate)
+    return -parameter.item() / rate
+
+
+def _after_steps(
+    terms: LocalTerms, parameter: nn.Parameter, *, num_steps: int, rate: float
+) -> torch.optim.Optimizer:
+    """Step a parameter that starts at zero along gradients of 1; return the optimizer.
+
+    Raises:
+        SettingsError: it cannot step.
+    """
+    optimizer = local_optimizer(terms, [parameter], rate=rate)
+    try:
+        with without_dynamo():
+            for _ in range(num_steps):
+                parameter.grad = torch.ones_like(parameter) + terms.proximal * parameter.detach()
+                optimizer.step()
+    except Exception as error:
+        raise SettingsError(
+            f"the local optimizer {terms.optimizer} cannot step: {error}",
+            remedy="see its page in torch's docs for its arguments",
+        ) from error
+    return optimizer

@@ -1,0 +1,56 @@
+"""The terms of a device's local steps, which its plan carries: the same for all devices of a round.
+
+They name plain settings (``common.settings.training.LocalSettings``): an optimizer of torch, a
+proximal term (FedProx; Li et al. 2020, "Federated optimization in heterogeneous networks"), and the
+correction for devices that take unlike numbers of steps (FedNova; Wang et al. 2020, "Tackling the
+objective inconsistency problem in heterogeneous federated optimization").
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+MAX_ARGUMENTS, MAX_CHARACTERS = 16, 40
+
+OptimizerName = Annotated[str, Field(pattern=r"^[A-Za-z]+$", max_length=MAX_CHARACTERS)]
+Argument = Annotated[str, Field(pattern=r"^[a-z_0-9]+$", max_length=MAX_CHARACTERS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Value = bool | int | Number | Annotated[list[Number], Field(max_length=4)]
+Arguments = Annotated[dict[Argument, Value], Field(max_length=MAX_ARGUMENTS)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalTerms:
+    """How a device takes its local steps, apart from their number and learning rate."""
+
+    optimizer: OptimizerName = "sgd"
+    """A class of ``torch.optim``; no code of the server's ever runs on a device."""
+    arguments: Arguments = field(default_factory=dict)
+    """The optimizer's other arguments, such as momentum."""
+    proximal: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)] = 0.0
+    """mu: each step's gradient gets mu x (parameters - those that the server sent)."""
+    is_normalized: bool = False
+    """Whether the update is divided by the device's own steps, and the server multiplies the sum by
+    the cohort's mean number of steps."""
+
+    @property
+    def text(self) -> str:
+        """All fields, exactly: equal terms have equal texts."""
+        return json.dumps(
+            {
+                "optimizer": self.optimizer.lower(),
+                "arguments": self.arguments,
+                "proximal": float(self.proximal),
+                "is_normalized": self.is_normalized,
+            },
+            sort_keys=True,
+        )
+
+    @staticmethod
+    def of_text(text: str) -> LocalTerms:
+        """Return the terms of a ``text``."""
+        return LocalTerms(**json.loads(text))

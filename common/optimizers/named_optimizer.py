@@ -1,0 +1,64 @@
+"""Finds classes of ``torch.optim`` by their names, and makes objects of them with settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headwater.common.errors import SettingsError
+from headwater.common.named_objects import check_arguments
+
+
+def named_class(module: Any, name: str, base: type) -> type[Any]:
+    """Return a class of a torch module by its name, ignoring case.
+
+    Raises:
+        SettingsError: the module has no such class that inherits from ``base``.
+    """
+    classes = {
+        key.lower(): value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    if name.lower() not in classes:
+        raise SettingsError(
+            f"{module.__name__} has no {name!r}", remedy=f"one of: {', '.join(sorted(classes))}"
+        )
+    return classes[name.lower()]
+
+
+def instance_of(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return an object of a torch class, made of its first argument and these by name.
+
+    Raises:
+        SettingsError: the class has no such argument, or raises.
+    """
+    check_arguments(kind, arguments, what=kind.__name__, num_own=1)
+    try:
+        return kind(first, **arguments)
+    except Exception as error:
+        raise SettingsError(
+            f"{kind.__name__}: {str(error) or type(error).__name__}",
+            remedy="see its page in torch's docs",
+        ) from error
+
+
+def with_tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of settings with their lists as tuples, as torch has them (``betas``)."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+
+
+def check_steps_on_sums(kind: object) -> None:
+    """Check that an optimizer steps along a gradient that it is given.
+
+    Raises:
+        SettingsError: it needs a closure, or sparse gradients.
+    """
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise SettingsError(
+            f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
+        )

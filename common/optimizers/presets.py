@@ -1,0 +1,36 @@
+"""The named algorithms of local training: the settings that each chooses where the user has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """What a named algorithm sets where the user has set nothing."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    optimizer: str = "sgd"
+    proximal: float = 0.0
+    server_rate: float = 1.0
+    server_arguments: Mapping[str, bool | float] = field(default_factory=dict)
+
+
+PRESETS = {
+    "exact": Preset(steps=1),
+    # McMahan et al. 2017, algorithm 1.
+    "fedavg": Preset(epochs=1),
+    # Li et al. 2020, algorithm 2.
+    "fedprox": Preset(epochs=1, proximal=0.1),
+    # Douillard et al. 2023, algorithm 1: AdamW inside, Nesterov momentum outside.
+    "diloco": Preset(
+        steps=50,
+        optimizer="adamw",
+        server_rate=0.7,
+        server_arguments={"momentum": 0.9, "nesterov": True},
+    ),
+}
+LOCAL_BATCH_SIZE = 16
+"""Examples of a local step, if neither its size nor K is set."""

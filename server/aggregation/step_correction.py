@@ -1,0 +1,48 @@
+"""Corrects the mean of devices that took unlike numbers of local steps (FedNova).
+
+Wang et al. 2020, "Tackling the objective inconsistency problem in heterogeneous federated
+optimization", equations 7 and 8. A device that takes twice as many steps moves about twice as far,
+so that a mean of differences weighs its data twice, and converges to a point between the devices'
+own optima that is no optimum of their sum. Each device therefore divides its difference by the
+length of its own path (``common.optimizers.local_optimizer.path_length``), and the server
+multiplies the mean by the mean length: the direction is that of one step each, and the length that
+of a usual round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from headwater.common.messages import Plan, ReportFields
+from headwater.common.optimizers.local_optimizer import path_length
+from headwater.server.aggregation.round_reports import RoundSum
+
+
+def correct_steps(
+    done: RoundSum, plans: Mapping[str, Plan], reports: Mapping[str, ReportFields]
+) -> None:
+    """Multiply the mean by the mean path length of its clients, in place; 1 if none is normalized.
+
+    The lengths are weighed as the updates are. A client counts with the steps that it reports, at
+    most those of its plan; one without a report, as in masked and private rounds, with its plan's.
+    """
+    terms = next(iter(plans.values())).local  # the same in all plans of a round
+    if terms is not None and terms.is_normalized:
+        done.mean_P.mul_(mean_path_length(plans, done.names, reports))
+
+
+def mean_path_length(
+    plans: Mapping[str, Plan], names: Iterable[str], reports: Mapping[str, ReportFields]
+) -> float:
+    """Return the mean path length of the clients ``names``; ``reports`` are those of some."""
+    lengths, weights = [], []
+    for name in names:
+        plan, report = plans[name], reports.get(name)
+        assert plan.local is not None
+        steps = plan.local_steps if report is None else min(report.local_steps, plan.local_steps)
+        length = path_length(plan.local, max(steps, 1), rate=plan.local_learning_rate)
+        weight = float(plan.weigh_as or plan.quota) if report is None else float(report.weight)
+        lengths.append(weight * length)
+        weights.append(weight)
+    return math.fsum(lengths) / math.fsum(weights)
