@@ -19,8 +19,9 @@ test: $(VENV)/.dev lint types
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(call MYPY_FOR,darwin)
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=fresh
+	@$(call MYPY_FOR,darwin) & other=$$!; \
+		$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=fresh; here=$$?; \
+		wait $$other && exit $$here
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
