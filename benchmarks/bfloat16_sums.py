@@ -75,9 +75,9 @@ def main() -> None:
     torch.set_num_threads(1)
     train = TextTransformer().train_examples(data=None, part=0, num_parts=1)
     random.Random(0).shuffle(train)
-    num_examples = 256 if given.quick else 4096
+    num_examples = 64 if given.quick else 4096
     figures: Figures = {}
-    for num_steps in ACCUMULATION_STEPS:
+    for num_steps in ACCUMULATION_STEPS[:1] if given.quick else ACCUMULATION_STEPS:
         num_updates = max(num_examples // (num_steps * MICRO_BATCH_SIZE), 1)
         losses = {
             dtype: final_loss(num_steps, dtype, train, num_updates)

@@ -75,6 +75,7 @@ def main() -> None:
     """Audit each mode and report."""
     chosen = arguments(__doc__)
     num_canaries, num_masked = (80, 80) if chosen.quick else (2_000, 320)
+    multipliers = (1.0,) if chosen.quick else (0.5, 1.0)
     modes: tuple[tuple[Mode, Unit, int], ...] = (
         ("off", "device", num_canaries),
         ("semi-honest", "device", num_masked),
@@ -84,7 +85,7 @@ def main() -> None:
     figures: Figures = {
         f"{mode}, {unit}, z = {multiplier:g}": audit(number, mode, unit, multiplier=multiplier)
         for mode, unit, number in modes
-        for multiplier in (0.5, 1.0)
+        for multiplier in multipliers
     }
     for unit in UNITS:
         name = f"off, {unit}, without noise"

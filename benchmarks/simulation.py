@@ -351,14 +351,20 @@ def _here(kind: str, work: str, number: int, rounds: int) -> Figures:
 
 
 def _beside(
-    work: str, number: int, rounds: int, peers: Iterable[str], *, measure: Measure = _measure
+    work: str,
+    number: int,
+    rounds: int,
+    peers: Iterable[str],
+    *,
+    in_turn: Iterable[str] = LIMITS,
+    measure: Measure = _measure,
 ) -> Figures:
     """Measure all ways to do a work, and how they stand to each other."""
     found = {kind: measure(kind, work, number, rounds) for kind in (*BARE, *WAYS, SHARED, *peers)}
-    in_turns = {
-        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN) for way in LIMITS
+    found["of_limit"] = {
+        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN)["of_limit"]
+        for way in in_turn
     }
-    found["of_limit"] = {way: in_turns[way]["of_limit"] for way in LIMITS}
     for peer in peers:
         found[f"over_{peer}"] = {way: found[way]["rate"] / found[peer]["rate"] for way in WAYS}
     return found
@@ -372,7 +378,9 @@ def main() -> None:
         print(json.dumps(_run(kind, WORK[work], int(number), int(rounds))))
         return
     if chosen.quick:
-        figures: Figures = {"digits_20": _beside("digits", 20, 3, (), measure=_here)}
+        # Without the second start of two worker processes, which is most of the time.
+        few = _beside("digits", 20, 3, (), in_turn=WAYS, measure=_here)
+        figures: Figures = {"digits_20": few}
     else:
         peers = [peer for peer, module in PEERS.items() if _has(module)]
         figures = {
