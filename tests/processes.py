@@ -362,6 +362,12 @@ def _become(
     main()
 
 
+def work_in(folder: Path) -> None:
+    """Make a folder this process's own, where Python looks for modules first."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+
+
 def ended(target: Callable[..., object], *arguments: object) -> int:
     """Call a function in a process of its own, and return how that ended."""
     child = _nursery().Process(target=target, args=arguments)
