@@ -13,6 +13,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
@@ -64,7 +65,7 @@ def server_app(
             torch.set_num_threads(settings.threads)
         own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
         fleet = GridFleet(grid)
-        observers = Observers(RoundLog(), *own.trackers, observer)
+        observers = Observers(RoundLog(), ReportWriter(), *own.trackers, observer)
         run(own.training, fleet, on_round=on_round, resume=resume, observer=observers)
 
     return app

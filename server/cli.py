@@ -52,6 +52,10 @@ def serve(
     settings = read_settings(context, config, resume=resume, verbose=verbose, log_format=log_format)
     listen, metrics = settings.server.listen, settings.server.metrics
     credentials = check_addresses(settings, listen, metrics=metrics)
+    if settings.server.page is not None:
+        from headwater.server.page.listen import check_page_address
+
+        check_page_address(settings.server.page, has_tls=credentials is not None)
     from headwater.common.settings.sources import default_out
     from headwater.server.operations.progress import print_result, print_settings, show_progress
     from headwater.server.serve import serve_run

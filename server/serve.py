@@ -93,7 +93,7 @@ def serve_run(
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {address} ({protection})", soft_wrap=True)
         stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
-        own_observer = stack.enter_context(_observer(settings, servicer, control))
+        own_observer = stack.enter_context(_observer(settings, credentials, servicer, control))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
             control.start(info)
@@ -159,13 +159,34 @@ def _control(
 
 @contextmanager
 def _observer(
-    settings: Settings, servicer: Servicer, control: RunControl | None
+    settings: Settings,
+    credentials: Credentials | None,
+    servicer: Servicer,
+    control: RunControl | None,
 ) -> Iterator[Observer]:
-    """Serve metrics if they are enabled; yield the observer of the rounds."""
+    """Serve metrics and the page if they are enabled; yield the observer of the rounds."""
     observers: list[Observer] = [] if control is None else [control]
-    if settings.server.metrics is None:
+    with ExitStack() as stack:
+        if settings.server.metrics is not None:
+            observers.append(
+                stack.enter_context(_metrics(settings.server.metrics, servicer, control))
+            )
+        if settings.server.page is not None:
+            from headwater.server.page.run_page import run_page
+
+            page = run_page(
+                settings,
+                credentials=credentials,
+                records=servicer.device_records,
+                watch=servicer.watch,
+            )
+            observers.append(stack.enter_context(page))
         yield Observers(*observers)
-        return
+
+
+@contextmanager
+def _metrics(address: str, servicer: Servicer, control: RunControl | None) -> Iterator[Observer]:
+    """Serve the metrics; yield the observer that counts the rounds."""
     from headwater.common.system.metrics_server import MetricsServer
     from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 
@@ -182,9 +203,9 @@ def _observer(
         )
 
     metrics = ServerMetrics(gauges)
-    port = MetricsServer(settings.server.metrics, metrics.registry)
+    port = MetricsServer(address, metrics.registry)
     try:
         console.print(f"metrics at {port.url}", soft_wrap=True)
-        yield Observers(*observers, metrics)
+        yield metrics
     finally:
         port.close()

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.common.settings.flags import SettingsCommand, key_values, numbers, overrides
+from headwater.common.settings.flags import (
+    PlainCommand,
+    SettingsCommand,
+    key_values,
+    numbers,
+    overrides,
+)
 from headwater.common.system.command_line import Config, Resume, Verbose, new_app, read_settings
 from headwater.common.system.portability import num_usable_cores
 from headwater.common.system.stop_signals import interrupt_at_stop_signals
@@ -118,6 +124,30 @@ def sweep(
     )
     if not is_done:
         raise typer.Exit(1)
+
+
+@app.command(cls=PlainCommand)
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    page: Annotated[
+        str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
+    ] = "127.0.0.1:8600",
+) -> None:
+    r"""Show the page of a finished run, DIR, in a browser, until Ctrl-C.
+
+    The file report.html in the same folder shows the same without a server.
+
+    Try it: headwater-simulate replay runs/DIR
+    """
+    import threading
+
+    from headwater.common.system.console import print_text
+    from headwater.server.page.listen import page_of
+    from headwater.server.page.replay import FinishedRun
+
+    with page_of(FinishedRun(folder), page) as link:
+        print_text(f"page at {link}; Ctrl-C ends it")
+        threading.Event().wait()
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:

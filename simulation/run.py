@@ -13,8 +13,10 @@ import torch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
+from headwater.common.transport.tls import read_credentials
 from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
@@ -35,6 +37,17 @@ def run_engine(
         HeadwaterError: see ``headwater.common.errors``.
     """
     torch.set_num_threads(settings.threads or 1)
+    if settings.server.page is not None and settings.simulation.engine != "grpc":
+        # The server of the engine grpc opens the page itself: it knows the devices' connections.
+        from headwater.server.page.run_page import run_page
+
+        with run_page(settings, credentials=read_credentials(settings.tls)) as page:
+            _run(settings, on_round=on_round, resume=resume, observer=Observers(observer, page))
+    else:
+        _run(settings, on_round=on_round, resume=resume, observer=observer)
+
+
+def _run(settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer) -> None:
     engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
     if engine == "flower-ray":
         if resume:
@@ -66,7 +79,7 @@ def _run_in_process(
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
-        observers = Observers(RoundLog(), *tracking, observer)
+        observers = Observers(RoundLog(), ReportWriter(), *tracking, observer)
         run(
             training,
             fleet,

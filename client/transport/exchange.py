@@ -16,7 +16,7 @@ import hashlib
 import logging
 
 from headwater.client.flower.node import Node, NodeAnswer
-from headwater.client.operations.activity import WAITING
+from headwater.client.operations.activity import COMPUTING, WAITING
 from headwater.client.transport.incoming_image import IncomingImage
 from headwater.client.transport.upload import StreamBroken, Upload, Write
 from headwater.common.errors import (
@@ -36,6 +36,7 @@ from headwater.common.transport.wire_pb2 import (
     Fault,
     Image,
     Instruction,
+    Progress,
     Receipt,
 )
 
@@ -68,6 +69,18 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether the last instruction is done, and its answer has arrived at the server."""
         return not self._message_id
+
+    def progress(self) -> Progress | None:
+        """Return how far the plan in progress is; None without one, or if the server may not know.
+
+        The pace of a masked or private plan would tell something of the data.
+        """
+        plan = self._activity.progress.plan
+        if plan is None or self._activity.stage != COMPUTING:
+            return None
+        if plan.is_masked or plan.privacy is not None:
+            return None
+        return Progress(message_id=self._message_id, num_steps=self._activity.progress.num_steps)
 
     def connected(self) -> None:
         """Note a new stream: it has carried no instruction yet."""

@@ -46,6 +46,7 @@ CONNECT_SECONDS = 20.0
 # The wall clock is read this often: a laptop that slept wakes up late.
 RENEWAL_POLL_SECONDS = 3600.0
 RENEWAL_RETRY_SECONDS = 6 * 3600.0
+PROGRESS_SECONDS = 2.0
 
 WRITE_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
@@ -71,6 +72,9 @@ class ClientStream:
     """The server's token, by which the next stream continues this session."""
     _away: AwayPeriod | None = None
     _has_left: bool = False
+    _is_paused: bool = False
+    _is_watched: bool = False
+    """Whether somebody watches the devices' progress on the server's page."""
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def serve(self, hello: Hello) -> bool:
@@ -93,7 +97,7 @@ class ClientStream:
         self.node.activity.enter(WAITING)
         log.info("connected to %s", self.address)
         self.has_contact = True
-        jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped()]
+        jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped(), self._tell_progress()]
         if self.availability.is_set:
             jobs.append(self._leave_when_due())
         if self.renewal is not None:
@@ -191,14 +195,24 @@ class ClientStream:
             case "certificate" if self.renewal is not None:
                 self.renewal.take(frame.certificate)
             case "notice":
-                _log_notice(frame.notice)
-                is_paused = frame.notice.is_paused
-                self.node.activity.enter("waits: the run is paused" if is_paused else WAITING)
+                self._take_notice(frame.notice)
             case "goodbye":
                 return True
             case other:
                 raise ProtocolMismatch(f"the server sent an unexpected frame of kind {other}")
         return False
+
+    def _take_notice(self, notice: Notice) -> None:
+        """Tell the device's owner that the run is paused, or continues."""
+        self._is_watched = notice.is_watched
+        if notice.is_paused == self._is_paused:
+            return
+        self._is_paused = notice.is_paused
+        self.node.activity.enter("waits: the run is paused" if notice.is_paused else WAITING)
+        if notice.is_paused:
+            log.warning("the server's operator has paused the run; this device stays connected")
+        else:
+            log.warning("the run continues")
 
     async def write(self, frame: ClientFrame) -> None:
         """Write a frame.
@@ -223,6 +237,17 @@ class ClientStream:
                     await self.write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
             await asyncio.sleep(RENEWAL_RETRY_SECONDS)
 
+    async def _tell_progress(self) -> None:
+        """While somebody watches, tell how many micro-batches of the plan are done."""
+        told = None
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            progress = self.exchange.progress() if self._is_watched else None
+            if progress is not None and progress != told:
+                told = progress
+                with contextlib.suppress(*WRITE_ERRORS):
+                    await self.write(ClientFrame(progress=progress))
+
     async def _leave_when_stopped(self) -> None:
         """After ``Connection.stop``: finish the update, then leave."""
         await self.stopping.wait()
@@ -240,11 +265,3 @@ class ClientStream:
             await self.write(ClientFrame(leave=leave))
             self._has_left = True
             await self.call.done_writing()
-
-
-def _log_notice(notice: Notice) -> None:
-    """Tell the device's owner that the run is paused, or continues."""
-    if notice.is_paused:
-        log.warning("the server's operator has paused the run; this device stays connected")
-    else:
-        log.warning("the run continues")

@@ -128,6 +128,7 @@ def setting(
     on: str | None = None,
     panel: str | None = None,
     short: bool = False,
+    bare: str | None = None,
     **limits: Any,
 ) -> Any:
     """Return a pydantic field that also describes its command-line flag.
@@ -140,6 +141,7 @@ def setting(
         on: the commands that have the flag, by default the branch's; "" for no flag.
         panel: the heading of the flag in --help-all, by default the branch's.
         short: whether --help shows the flag too.
+        bare: the value of the flag where none follows it; None: it needs one.
         limits: ge, gt, le and lt, as in pydantic.
     """
     extra: dict[str, Any] = {
@@ -148,6 +150,7 @@ def setting(
         "on": on,
         "panel": panel,
         "short": short,
+        "bare": bare,
     }
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 

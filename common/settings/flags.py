@@ -94,6 +94,19 @@ def _converted(setting: Setting | None, value: Any) -> Any:
     return {str(choice): choice for choice in setting.value.choices}.get(value, value)
 
 
+def _with_bare_values(args: list[str]) -> list[str]:
+    """Return a command line in which each flag that may go without a value has one."""
+    from headwater.common.settings.introspection import all_settings
+
+    bare = {each.flag: each.bare for each in all_settings().values() if each.bare is not None}
+    given = []
+    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+        given.append(arg)
+        if arg in bare and following.startswith("-"):
+            given.append(bare[arg])
+    return given
+
+
 def _option_of(setting: Setting) -> TyperOption:
     is_switch = setting.value.types == [bool]
     default = "" if setting.default in (None, {}) else f"default: {setting.default}"
@@ -219,8 +232,8 @@ class _WithSettings(_ReadableHelp):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the flags; those of settings move to ``ctx.obj``, by dotted keys."""
-        rest = super().parse_args(ctx, args)
         options = self.settings_options(ctx)
+        rest = super().parse_args(ctx, _with_bare_values(args) if options else args)
         given = {key: ctx.params.pop(each.name or "", None) for key, each in options.items()}
         ctx.obj = {key: value for key, value in given.items() if value not in (None, ())}
         for key, value in ctx.obj.items():

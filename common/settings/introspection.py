@@ -100,6 +100,7 @@ class Setting:
     commands: frozenset[str]
     panel: str
     is_short: bool
+    bare: str | None
     default: Any
     meaning: str
     value: ValueType
@@ -145,6 +146,7 @@ def _walk(branch: type[Branch], prefix: str, inherited: dict[str, Any]) -> Itera
             commands=frozenset(own["on"].split()),
             panel=own["panel"],
             is_short=own["short"],
+            bare=own.get("bare"),
             default=info.get_default(),
             meaning=info.description or "",
             value=value,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headwater.common.settings.fields import (
     DEVICE,
+    RUN,
     Address,
     Branch,
     Bytes,
@@ -45,6 +46,15 @@ class ServerSettings(Branch):
         None, "where devices join while a join token is valid; not set: the port after `listen`"
     )
     metrics: Address | None = setting(None, METRICS)
+    page: Address | None = setting(
+        None,
+        "show the run in a browser, live, at this address; without an address 127.0.0.1:8600; "
+        "beyond loopback with the server's certificate, and a link with a token (docs/page.md)",
+        on="server simulate",
+        panel=RUN,
+        bare="127.0.0.1:8600",
+        short=True,
+    )
     staging_bytes: Bytes = setting(
         64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
     )

@@ -67,21 +67,31 @@ class Renewal(_message.Message):
     signing_request: bytes
     def __init__(self, signing_request: _Optional[bytes] = ...) -> None: ...
 
+class Progress(_message.Message):
+    __slots__ = ("message_id", "num_steps")
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    message_id: str
+    num_steps: int
+    def __init__(self, message_id: _Optional[str] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
 class ClientFrame(_message.Message):
-    __slots__ = ("hello", "reply", "chunk", "fault", "leave", "renewal")
+    __slots__ = ("hello", "reply", "chunk", "fault", "leave", "renewal", "progress")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     RENEWAL_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reply: Reply
     chunk: Chunk
     fault: Fault
     leave: Leave
     renewal: Renewal
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "session", "run_id", "has_displaced")
@@ -146,10 +156,12 @@ class Goodbye(_message.Message):
     def __init__(self) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("is_paused",)
+    __slots__ = ("is_paused", "is_watched")
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    IS_WATCHED_FIELD_NUMBER: _ClassVar[int]
     is_paused: bool
-    def __init__(self, is_paused: _Optional[bool] = ...) -> None: ...
+    is_watched: bool
+    def __init__(self, is_paused: _Optional[bool] = ..., is_watched: _Optional[bool] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
     __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "notice", "small_image")

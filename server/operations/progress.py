@@ -20,7 +20,7 @@ from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
-from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS, read_rows
+from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described, described_local
 from headwater.server.rounds.model_selection import is_minimised
 from headwater.server.rounds.observer import Observer, Observers
@@ -129,6 +129,7 @@ def print_result(settings: Settings) -> None:
         ("best model", BEST),
         ("metrics", ROUNDS),
         ("plot", CURVES),
+        ("report", REPORT),
         ("TensorBoard", EVENTS),
     ):
         if (folder / name).exists():

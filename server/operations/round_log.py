@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 ROUNDS = "rounds.jsonl"
 CURVES = "curves.png"
 EVENTS = "tensorboard"
+REPORT = "report.html"
 NOISE = (
     "noise_scale",
     "gradient_variance",

@@ -47,6 +47,8 @@ class Admission:
     ) -> None:
         self.is_paused = False
         """Whether the operator has paused the run; each admitted device is notified of it."""
+        self.is_watched = False
+        """Whether somebody watches the devices' progress; devices are notified of it too."""
         self.layout_digest: str | None = None
         """The model's layout; a device with another layout is refused. None accepts any."""
         self.layout = ""
@@ -203,9 +205,14 @@ class Admission:
         )
         self._connections.downloads.send(session, ServerFrame(welcome=welcome))
         session.record = self._connections.device_records.note_connected(session.name)
-        if self.is_paused:
-            self._connections.downloads.send(session, ServerFrame(notice=Notice(is_paused=True)))
+        if self.is_paused or self.is_watched:
+            self._connections.downloads.send(session, self.notice())
         log.info("%s connected from %s", session.name, stream.peer())
+
+    def notice(self) -> ServerFrame:
+        """Return the frame that tells a device whether the run is paused, and watched."""
+        notice = Notice(is_paused=self.is_paused, is_watched=self.is_watched)
+        return ServerFrame(notice=notice)
 
     def _continue(self, session: DeviceSession, *, resumes: bool) -> None:
         """Send what a device that returns has missed: its instruction, or that its round closed.

@@ -97,6 +97,7 @@ class DeviceRecords:
         self._devices: dict[str, DeviceRecord] = {}
         self._refused: dict[str, DeviceRecord] = {}
         self._awaited: dict[str, float] = {}
+        self._num_steps: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def restore(self, earlier: Iterable[DeviceRecord]) -> None:
@@ -146,11 +147,23 @@ class DeviceRecords:
         """Record that a round waits for exactly these devices from now on."""
         with self._lock:
             self._awaited = dict.fromkeys(names, time.monotonic())
+            self._num_steps = {}
 
     def note_answer(self, name: str) -> None:
         """Record that the round waits for this device no longer."""
         with self._lock:
             self._awaited.pop(name, None)
+
+    def note_steps(self, name: str, num_steps: int) -> None:
+        """Record the micro-batches that an awaited device has done of its plan, by its own word."""
+        with self._lock:
+            if name in self._awaited:
+                self._num_steps[name] = num_steps
+
+    def steps_done(self) -> dict[str, int]:
+        """Return the micro-batches that devices have told, of the plans in progress."""
+        with self._lock:
+            return {name: n for name, n in self._num_steps.items() if name in self._awaited}
 
     def awaited(self) -> tuple[list[str], float]:
         """Return the names of the awaited devices, and how many seconds the round has waited."""

@@ -24,7 +24,7 @@ import grpc
 from headwater.common.errors import ConnectionLost, HeadwaterError
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.common.transport.tls import Credentials
-from headwater.common.transport.wire_pb2 import Goodbye, Notice, ServerFrame
+from headwater.common.transport.wire_pb2 import Goodbye, ServerFrame
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
 from headwater.server.transport.connections import Connections
@@ -150,7 +150,12 @@ class Servicer:
     def pause(self, is_paused: bool) -> None:
         """Notify connected and new devices that the run is paused or resumed."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: no device is connected
-            self._loop.call_soon_threadsafe(self._pause, is_paused)
+            self._loop.call_soon_threadsafe(self._notify, is_paused, None)
+
+    def watch(self, is_watched: bool) -> None:
+        """Notify connected and new devices whether somebody watches their progress."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._notify, None, is_watched)
 
     def drain(self) -> None:
         """Report in health checks that this server accepts no more work."""
@@ -253,12 +258,15 @@ class Servicer:
                 self._uploads.cancel_late(session)
         self._downloads.clear_frames()
 
-    def _pause(self, is_paused: bool) -> None:
-        if is_paused == self._admission.is_paused:
-            return
-        self._admission.is_paused = is_paused
-        for session in self._sessions.values():
-            self._downloads.send(session, ServerFrame(notice=Notice(is_paused=is_paused)))
+    def _notify(self, is_paused: bool | None, is_watched: bool | None) -> None:
+        """Take what has changed, None for what has not, and tell it to all devices."""
+        admission = self._admission
+        before = admission.is_paused, admission.is_watched
+        admission.is_paused = before[0] if is_paused is None else is_paused
+        admission.is_watched = before[1] if is_watched is None else is_watched
+        if before != (admission.is_paused, admission.is_watched):
+            for session in self._sessions.values():
+                self._downloads.send(session, admission.notice())
 
     async def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.refusals[error.code] += 1

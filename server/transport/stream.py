@@ -18,7 +18,14 @@ from google.protobuf.message import DecodeError
 
 from headwater.common.errors import ConnectionLost, HeadwaterError, ProtocolMismatch, error_of
 from headwater.common.transport.limits import HELLO_SECONDS
-from headwater.common.transport.wire_pb2 import ClientFrame, Fault, Hello, Leave, ServerFrame
+from headwater.common.transport.wire_pb2 import (
+    ClientFrame,
+    Fault,
+    Hello,
+    Leave,
+    Progress,
+    ServerFrame,
+)
 from headwater.server.transport.admission import Admission
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.downloads import GRPC_FRAME_BYTES
@@ -165,6 +172,8 @@ class Streams:
                 request = frame.renewal.signing_request
                 answer = self._connections.verifier.renew(session.certificate, request)
                 self._connections.downloads.send(session, ServerFrame(certificate=answer))
+            case "progress":
+                self._take_progress(session, frame.progress)
             case "leave":
                 self._leave(session, frame.leave)
                 return False
@@ -177,6 +186,11 @@ class Streams:
         if instruction is not None and fault.message_id == instruction.message_id:
             code, text = fault.code[:MAX_FAULT_CODE], fault.text[:MAX_FAULT_TEXT]
             self._connections.uploads.fail(session, error_of(code, text))
+
+    def _take_progress(self, session: DeviceSession, progress: Progress) -> None:
+        instruction = session.instruction
+        if instruction is not None and progress.message_id == instruction.message_id:
+            self._connections.device_records.note_steps(session.name, progress.num_steps)
 
     def _leave(self, session: DeviceSession, leave: Leave) -> None:
         """End a session at the device's request; a stated reason is recorded like a refusal."""

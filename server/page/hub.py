@@ -1,0 +1,123 @@
+"""Sends a run's changes to every open page: twice a second, and only what has changed.
+
+A page that cannot keep up misses changes and then gets the whole state again: nothing queues up for
+it. While no page is open, nothing is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from headwater.server.page.device_tiles import Tile
+from headwater.server.page.diagnosis import diagnose
+from headwater.server.page.round_points import Point
+
+TICK_SECONDS = 0.5
+MAX_LISTENERS = 16
+
+
+class Shown(Protocol):
+    """What a page shows: a running run, or a finished one."""
+
+    about: dict[str, Any]
+
+    def watched(self, is_watched: bool, /) -> None: ...
+    def status(self) -> dict[str, Any]: ...
+    def tiles(self) -> dict[str, Tile]: ...
+    def device(self, name: str, /) -> list[Point]: ...
+    def points_since(self, num_added: int, /) -> tuple[list[Point], int]: ...
+    def all_points(self) -> tuple[list[Point], int]: ...
+
+
+class Hub:
+    """The pages that are open, and what they were sent last."""
+
+    def __init__(self, shown: Shown) -> None:
+        self.num_listeners = 0
+        self._shown = shown
+        self._tick = 0
+        self._changes = ""
+        self._sent: dict[str, Tile] = {}
+        self._num_points = 0
+        self._changed = asyncio.Condition()
+        self._has_ended = asyncio.Event()
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Compute the changes of each tick, until ``end``; the last ones come after it."""
+        while not self._has_ended.is_set():
+            try:
+                await asyncio.wait_for(self._has_ended.wait(), TICK_SECONDS)
+            except TimeoutError:
+                if not self.num_listeners:
+                    continue
+            async with self._changed:
+                self._changes = self._compute()
+                self._tick += 1
+                self._is_over = self._has_ended.is_set()
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Send the last changes, and end every stream."""
+        self._has_ended.set()
+
+    async def listen(self) -> AsyncGenerator[tuple[str, str]]:
+        """Yield (event, JSON): "all" first and after missed ticks, otherwise "changes"."""
+        self.num_listeners += 1
+        if self.num_listeners == 1:
+            self._shown.watched(True)
+        try:
+            async with self._changed:
+                # What changed since the last tick is sent to all with the next one.
+                tick, text = self._tick, self.everything()
+            yield "all", text
+            while await self._next(tick):
+                is_next, tick = self._tick == tick + 1, self._tick
+                yield ("changes", self._changes) if is_next else ("all", self.everything())
+        finally:
+            self.num_listeners -= 1
+            if not self.num_listeners:
+                self._shown.watched(False)
+
+    async def _next(self, tick: int) -> bool:
+        """Wait for a tick after this one; return False if there will be none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._tick != tick or self._is_over)
+            return self._tick != tick
+
+    def everything(self) -> str:
+        """Return the whole state as JSON."""
+        points, number = self._shown.all_points()
+        return _json(
+            {
+                "about": self._shown.about,
+                "status": self._shown.status(),
+                "points": points,
+                "num_points": number,
+                "devices": [*self._shown.tiles().values()],
+                "diagnosis": diagnose(points),
+            }
+        )
+
+    def _compute(self) -> str:
+        points, number = self._shown.points_since(self._num_points)
+        tiles = self._shown.tiles()
+        changed = [tile for name, tile in tiles.items() if self._sent.get(name) != tile]
+        self._sent = {name: dict(tile) for name, tile in tiles.items()}
+        self._num_points = number
+        found = {
+            "status": self._shown.status(),
+            "points": points,
+            "num_points": number,
+            "devices": changed,
+        }
+        if points:
+            found["diagnosis"] = diagnose(self._shown.all_points()[0])
+        return _json(found)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,139 @@
+"""Serves a page from a thread of its own: on loopback as it is, elsewhere with TLS and a token."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from headwater.common.errors import InsecureAddress, PortInUse
+from headwater.common.transport.tls import Credentials, is_loopback, split_address
+from headwater.server.page.hub import Hub, Shown
+from headwater.server.page.web import page_app
+
+CLOSE_SECONDS = 2
+
+
+def check_page_address(address: str, *, has_tls: bool) -> None:
+    """Check that the page is on loopback, or that there are TLS files.
+
+    Raises:
+        InsecureAddress: neither.
+        SettingsError: not HOST:PORT.
+    """
+    host, _ = split_address(address)
+    if not (has_tls or is_loopback(host)):
+        raise InsecureAddress(
+            f"--page {address} is not a loopback address, and no TLS files are given",
+            remedy="use --page 127.0.0.1:8600 and reach it by `ssh -L 8600:127.0.0.1:8600 HOST`, "
+            "or give the server's certificate (headwater-server init)",
+        )
+
+
+@contextmanager
+def page_of(shown: Shown, address: str, credentials: Credentials | None = None) -> Iterator[str]:
+    """Serve a page until the block ends; yield its address, with the token if it needs one.
+
+    When the block ends, open pages get the last state. Port 0 takes a free port.
+
+    Raises:
+        PortInUse: the port cannot be opened.
+        InsecureAddress: see ``check_page_address``.
+    """
+    check_page_address(address, has_tls=credentials is not None)
+    host, port = split_address(address)
+    is_local = is_loopback(host)
+    token = None if is_local else secrets.token_urlsafe(24)
+    listener = _listener(host, port, address)
+    port = listener.getsockname()[1]
+    shown_host = f"[{host}]" if ":" in host else host
+    link = f"http{'' if is_local else 's'}://{shown_host}:{port}/"
+    with listener, tempfile.TemporaryDirectory(prefix="headwater-page-") as folder:
+        files = {} if is_local or credentials is None else _tls_files(credentials, Path(folder))
+        thread = _PageThread(shown, listener, token, files)
+        thread.start()
+        try:
+            yield link if token is None else f"{link}?token={token}"
+        finally:
+            thread.close()
+
+
+def _listener(host: str, port: int, address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"cannot listen on {address} for the page: {error.strerror}",
+            remedy="choose another port with --page HOST:PORT",
+        ) from error
+    return listener
+
+
+def _tls_files(credentials: Credentials, folder: Path) -> dict[str, str]:
+    """Write certificate and key where uvicorn reads them; the folder is the owner's alone."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate.write_bytes(credentials.certificate)
+    key.touch(mode=0o600)
+    key.write_bytes(credentials.key)
+    return {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+
+
+class _PageThread(threading.Thread):
+    """The event loop of the page: uvicorn, and the hub of open pages."""
+
+    def __init__(
+        self, shown: Shown, listener: socket.socket, token: str | None, files: dict[str, Any]
+    ) -> None:
+        super().__init__(name="page", daemon=True)
+        self._hub = Hub(shown)
+        self._listener = listener
+        self._has_loop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        config = uvicorn.Config(
+            page_app(shown, self._hub, token=token),
+            **files,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        config.load()  # here, so that what is wrong with it comes before the run begins
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        asyncio.run(self._serve())
+
+    def close(self) -> None:
+        """Send the last state to open pages, close them, and wait for the thread."""
+        self._has_loop.wait()
+        self._loop.call_soon_threadsafe(self._end)
+        self.join()
+
+    def _end(self) -> None:
+        self._hub.end()
+        self._server.should_exit = True
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._has_loop.set()
+        ticks = asyncio.create_task(self._hub.run())
+        await self._server.serve([self._listener])
+        self._hub.end()
+        await ticks

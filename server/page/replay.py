@@ -1,0 +1,139 @@
+"""A finished run as the page shows it: the rounds of its folder, and each device's last round."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headwater.common.errors import SettingsError, StateError
+from headwater.common.settings.schema import SETTINGS_FILE
+from headwater.server.operations.round_log import ROUNDS
+from headwater.server.page import device_tiles as tiles_of
+from headwater.server.page.device_tiles import MAX_DEVICE_POINTS, MAX_TILES, Tile, new_tile
+from headwater.server.page.history import History
+from headwater.server.page.round_points import (
+    Point,
+    field_of,
+    label,
+    part_point,
+    parts_of,
+    point_of,
+)
+
+
+class FinishedRun:
+    """The rounds of a run's folder, read once, line by line."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the folder.
+
+        Raises:
+            SettingsError: it holds no rounds.
+            StateError: it cannot be read.
+        """
+        self.history = History()
+        self._tiles: dict[str, Tile] = {}
+        self._devices: defaultdict[str, deque[Point]] = defaultdict(
+            lambda: deque(maxlen=MAX_DEVICE_POINTS)
+        )
+        last: dict[str, Any] = {}
+        for row in read_lines(folder):
+            last = row
+            self.history.add(point_of(row))
+            for part in parts_of(row):
+                self._note(part_point(part, round_number=row["round"]), field_of(part, "name"))
+        if not last:
+            raise SettingsError(
+                f"{folder} holds no rounds", remedy="name the folder of a run, its --out"
+            )
+        tiles_of.note_left_out(self._tiles, last.get("left_out") or {})
+        self._round = last["round"]
+        self.about = _about(folder, last)
+
+    def watched(self, is_watched: bool) -> None:
+        """Do nothing: no device is at work any more."""
+
+    def status(self) -> dict[str, Any]:
+        """Return that the run has ended, and after which round."""
+        return {
+            "round": self._round,
+            "phase": "replay",
+            "phase_seconds": 0.0,
+            "answered": 0,
+            "invited": 0,
+            "note": "",
+            "num_devices": len(self._tiles),
+            "has_ended": True,
+        }
+
+    def tiles(self) -> dict[str, Tile]:
+        """Return each device's tile after its last round."""
+        return self._tiles
+
+    def device(self, name: str) -> list[Point]:
+        """Return a device's last rounds."""
+        return list(self._devices.get(name, ()))
+
+    def points_since(self, num_added: int) -> tuple[list[Point], int]:
+        """Return the rounds after the first ``num_added``."""
+        return self.history.since(num_added), self.history.num_added
+
+    def all_points(self) -> tuple[list[Point], int]:
+        """Return the whole run, thinned."""
+        return self.history.points(), self.history.num_added
+
+    def _note(self, found: Point, name: str) -> None:
+        self._devices[name].append(found)
+        tile = self._tiles.get(name)
+        if tile is None and len(self._tiles) < MAX_TILES:
+            tile = self._tiles[name] = new_tile(name)
+        if tile is not None:
+            tiles_of.note_part(tile, found)
+            tile.update(state=tiles_of.DONE, why=found["plan"] or "")
+
+
+def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a folder's rounds.jsonl; a last line that a crash cut off is left out.
+
+    Raises:
+        SettingsError: there is no such file.
+        StateError: it cannot be read.
+    """
+    path = folder / ROUNDS
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    return
+    except FileNotFoundError:
+        raise SettingsError(
+            f"{folder} holds no {ROUNDS}", remedy="name the folder of a run, its --out"
+        ) from None
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _about(folder: Path, last: dict[str, Any]) -> dict[str, Any]:
+    """Return what the run's settings file says; what it does not say is unknown."""
+    try:
+        known = tomllib.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    mode = known.get("secure", {}).get("aggregation", "off")
+    return {
+        "task": label(str(known.get("task", folder.name))),
+        "rounds": known.get("rounds", last["round"]),
+        "optimizer": known.get("optimizer", {}).get("name", "adam"),
+        "is_masked": mode != "off",
+        "secure": mode,
+        "is_private": last.get("epsilon") is not None,
+        "unit": last.get("privacy_unit") or "device",
+        "deadline": known.get("cohort", {}).get("deadline_seconds"),
+        "folder": label(folder.name),
+    }

@@ -1,0 +1,82 @@
+"""A round's figures as the page draws them, from a live row or from a line of rounds.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headwater.common.system.printable import printable_name
+from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
+
+Row = RoundRow | Mapping[str, Any]
+Part = ClientRow | MaskedClientRow | Mapping[str, Any]
+Point = dict[str, Any]
+
+FIGURES = (
+    *("round", "num_clients", "num_invited", "num_examples", "weight", "loss", "learning_rate"),
+    *("seconds", "virtual_seconds", "slowest_client_seconds", "bytes_up", "bytes_down"),
+    *("target", "noise_scale", "gradient_variance", "squared_gradient", "heterogeneity"),
+    *("num_examples_left_out", "num_aborted", "epsilon", "delta"),
+)
+MAX_METRICS = 12
+MAX_NAME_CHARACTERS = 60
+
+
+def point_of(row: Row) -> Point:
+    """Return a round's figures by name; what is unknown or not finite is None."""
+    point = {name: finite(field_of(row, name)) for name in FIGURES}
+    metrics = dict(list(field_of(row, "metrics").items())[:MAX_METRICS])
+    low, high = _k_range(row)
+    return point | {
+        "metrics": {label(name): finite(value) for name, value in metrics.items()},
+        "split": {key: finite(value) for key, value in field_of(row, "seconds_split").items()},
+        "k_min": low,
+        "k_max": high,
+        "num_left_out": len(field_of(row, "left_out") or ()),
+        "num_refused": len(field_of(row, "refused") or ()),
+        "is_masked": bool(field_of(row, "masked_clients")),
+    }
+
+
+def field_of(row: Row | Part, name: str) -> Any:
+    """Return a field of a row; None in a row of an earlier version that lacks it."""
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+
+
+def parts_of(row: Row) -> Sequence[Part]:
+    """Return the rows of a round's clients, plain and masked."""
+    return [*field_of(row, "clients"), *(field_of(row, "masked_clients") or ())]
+
+
+def part_point(part: Part, *, round_number: int) -> Point:
+    """Return one client's figures in a round; of a masked client those of its plan."""
+    is_masked = field_of(part, "planned_steps") is not None
+    return {
+        "round": round_number,
+        "k": field_of(part, "planned_steps" if is_masked else "accumulation_steps"),
+        "size": field_of(part, "planned_micro_batch_size" if is_masked else "micro_batch_size"),
+        "examples": field_of(part, "planned_examples" if is_masked else "num_examples"),
+        "seconds": finite(field_of(part, "seconds")),
+        "loss": finite(field_of(part, "loss")),
+        "memory": field_of(part, "peak_bytes") or None,
+        "reason": field_of(part, "reason"),
+        "plan": field_of(part, "plan"),
+    }
+
+
+def finite(value: Any) -> Any:
+    """Return the value; None in place of NaN and infinities, which JSON has no numbers for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def label(name: str) -> str:
+    """Return a name of the task's or of a device's, fit to be shown."""
+    return printable_name(name)[:MAX_NAME_CHARACTERS]
+
+
+def _k_range(row: Row) -> tuple[int | None, int | None]:
+    if isinstance(row, RoundRow):
+        return row.k_range if row.clients or row.masked_clients else (None, None)
+    steps = [part_point(part, round_number=0)["k"] for part in parts_of(row)]
+    return (min(steps), max(steps)) if steps else (None, None)

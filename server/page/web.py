@@ -1,0 +1,123 @@
+"""The page's web application: static files, the stream of changes, a device's history. All GET.
+
+Nothing here changes a run. Every answer carries a content security policy under which the page runs
+its own scripts alone, so that no text from a device can become code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headwater.server.page.hub import MAX_LISTENERS, Hub, Shown
+
+STATIC = Path(__file__).parent / "static"
+FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.is_file()}
+COOKIE = "headwater-page"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+LOOPBACK_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+
+
+def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
+    """Return the application; with a token, every request needs it, in the link or the cookie."""
+
+    async def index(request: Request) -> Response:
+        if token is not None and "token" in request.query_params:
+            # The token leaves the address line, where a screenshot or the history would keep it.
+            answer: Response = RedirectResponse("/", HTTPStatus.SEE_OTHER)
+            answer.set_cookie(COOKIE, token, httponly=True, secure=True, samesite="strict")
+            return answer
+        return FileResponse(FILES["index.html"])
+
+    async def file(request: Request) -> Response:
+        path = FILES.get(request.path_params["name"])
+        if path is None:
+            return PlainTextResponse("there is no such file\n", HTTPStatus.NOT_FOUND)
+        return FileResponse(path)
+
+    async def device(request: Request) -> Response:
+        return JSONResponse(shown.device(request.query_params.get("name", "")))
+
+    async def changes(request: Request) -> Response:
+        if hub.num_listeners >= MAX_LISTENERS:
+            return PlainTextResponse("too many pages are open\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return StreamingResponse(_events(hub), media_type="text/event-stream")
+
+    async def everything(request: Request) -> Response:
+        return Response(hub.everything(), media_type="application/json")
+
+    routes = [
+        Route("/", index),
+        Route("/static/{name}", file),
+        Route("/device", device),
+        Route("/changes", changes),
+        Route("/state", everything),
+    ]
+    middleware = [Middleware(_Guard, token=token), Middleware(GZipMiddleware, minimum_size=1000)]
+    if token is None:
+        # A web site that resolves its own name to 127.0.0.1 must not read the page.
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS, www_redirect=False)
+        middleware.insert(0, hosts)
+    return Starlette(routes=routes, middleware=middleware)
+
+
+async def _events(hub: Hub) -> AsyncIterator[str]:
+    async with contextlib.aclosing(hub.listen()) as changes:
+        async for event, text in changes:
+            yield f"event: {event}\ndata: {text}\n\n"
+
+
+class _Guard:
+    """Adds the headers to every answer, and refuses requests without the token."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if scope["type"] == "http" and not self._is_allowed(Request(scope)):
+            refused = PlainTextResponse(
+                "this page needs the link with its token, which the server printed\n",
+                HTTPStatus.FORBIDDEN,
+            )
+            await refused(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+    def _is_allowed(self, request: Request) -> bool:
+        if self._token is None:
+            return True
+        given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
+        return secrets.compare_digest(given.encode(), self._token.encode())
