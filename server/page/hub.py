@@ -48,7 +48,7 @@ class Hub:
 
     async def run(self) -> None:
         """Compute the changes of each tick, until ``end``; the last ones come after it."""
-        while not self._has_ended.is_set():
+        while not self._is_over:
             try:
                 await asyncio.wait_for(self._has_ended.wait(), TICK_SECONDS)
             except TimeoutError:

@@ -1,0 +1,40 @@
+"""The rounds that a page keeps: the newest all, the older ones thinned, the memory bounded."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from headwater.server.page.history import History
+from headwater.server.page.round_points import point_of
+from tests.round_rows import row
+
+
+def history_of(number: int) -> History:
+    return History([point_of(row(n, "a")) for n in range(1, number + 1)], max_points=10)
+
+
+def test_a_short_run_is_kept_whole() -> None:
+    assert [point["round"] for point in history_of(15).points()] == [*range(1, 16)]
+
+
+def test_a_long_run_is_thinned_from_its_start_and_its_newest_rounds_are_whole() -> None:
+    for number in (50, 137, 1000):
+        rounds = [point["round"] for point in history_of(number).points()]
+        assert rounds[0] == 1
+        assert rounds[-10:] == [*range(number - 9, number + 1)]
+        assert len(rounds) <= 30
+        gaps = [b - a for a, b in pairwise(rounds)]
+        assert all(a >= b for a, b in pairwise(gaps)), "gaps shrink to 1"
+
+
+def test_time_and_examples_are_those_of_all_rounds() -> None:
+    last = history_of(137).points()[-1]
+    assert last["time"] == 3.0 * 137
+    assert last["examples_done"] == 6 * 137
+
+
+def test_a_reader_gets_what_was_added_since() -> None:
+    history = history_of(137)
+    assert [point["round"] for point in history.since(134)] == [135, 136, 137]
+    assert history.since(137) == []
+    assert len(history.since(0)) < 30, "what is thinned out is gone"

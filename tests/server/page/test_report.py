@@ -1,0 +1,66 @@
+"""report.html: one file with everything inside, in which no text of the data becomes code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from headwater.server.operations.round_log import REPORT
+from headwater.server.page import report
+from tests.round_rows import row
+from tests.server.page.test_replay import write
+
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+def state_in(page: str) -> dict[str, object]:
+    found = re.search(r'id="state-of-run">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    state: dict[str, object] = json.loads(found[1])
+    return state
+
+
+def test_the_file_names_no_other_file(tmp_path: Path) -> None:
+    report.write_report(write(tmp_path / "run", row(1, "a", "b")))
+    page = (tmp_path / "run" / REPORT).read_text()
+    assert "static/" not in page
+    assert "http-equiv" in page
+    assert not re.search(r'(src|href)="(?!#)', page)
+    histories = state_in(page)["histories"]
+    assert isinstance(histories, dict)
+    assert set(histories) == {"a", "b"}
+
+
+def test_a_hostile_name_stays_a_text(tmp_path: Path) -> None:
+    report.write_report(write(tmp_path / "run", row(1, "a", metrics={HOSTILE: 1.0})))
+    page = (tmp_path / "run" / REPORT).read_text()
+    assert HOSTILE not in page
+    assert HOSTILE in json.dumps(state_in(page)["points"])
+
+
+def test_a_report_of_many_devices_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "MAX_DEVICE_POINTS", 60)
+    names = [f"d{n}" for n in range(10)]
+    report.write_report(write(tmp_path / "run", *[row(n, *names) for n in range(1, 31)]))
+    histories = state_in((tmp_path / "run" / REPORT).read_text())["histories"]
+    assert isinstance(histories, dict)
+    assert sum(map(len, histories.values())) <= 60
+
+
+def test_without_a_round_there_is_no_report_and_no_complaint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch import nn
+
+    from headwater.common.settings.schema import Settings
+
+    writer = report.ReportWriter()
+    writer.started(Settings(out=tmp_path), round_number=0, model=nn.Linear(1, 1))
+    writer.ended()
+    assert not (tmp_path / REPORT).exists()
+    assert not caplog.records
