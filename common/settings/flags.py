@@ -100,7 +100,7 @@ def _with_bare_values(args: list[str]) -> list[str]:
 
     bare = {each.flag: each.bare for each in all_settings().values() if each.bare is not None}
     given = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
         given.append(arg)
         if arg in bare and following.startswith("-"):
             given.append(bare[arg])

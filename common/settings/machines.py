@@ -48,8 +48,7 @@ class ServerSettings(Branch):
     metrics: Address | None = setting(None, METRICS)
     page: Address | None = setting(
         None,
-        "show the run in a browser, live, at this address; without an address 127.0.0.1:8600; "
-        "beyond loopback with the server's certificate, and a link with a token (docs/page.md)",
+        "show the run in a browser; without an address at 127.0.0.1:8600 (docs/page.md)",
         on="server simulate",
         panel=RUN,
         bare="127.0.0.1:8600",

@@ -12,7 +12,7 @@ from headwater.server.page.round_points import Point
 MAX_POINTS = 2_000
 
 
-class History:
+class RoundHistory:
     """The figures of a run's rounds: the last ``MAX_POINTS`` at least, and a sample of the others.
 
     The thinned part keeps every n-th round, where n is a power of two.

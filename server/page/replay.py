@@ -14,7 +14,7 @@ from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.round_log import ROUNDS
 from headwater.server.page import device_tiles as tiles_of
 from headwater.server.page.device_tiles import MAX_DEVICE_POINTS, MAX_TILES, Tile, new_tile
-from headwater.server.page.history import History
+from headwater.server.page.history import RoundHistory
 from headwater.server.page.round_points import (
     Point,
     field_of,
@@ -35,7 +35,7 @@ class FinishedRun:
             SettingsError: it holds no rounds.
             StateError: it cannot be read.
         """
-        self.history = History()
+        self.history = RoundHistory()
         self._tiles: dict[str, Tile] = {}
         self._devices: defaultdict[str, deque[Point]] = defaultdict(
             lambda: deque(maxlen=MAX_DEVICE_POINTS)

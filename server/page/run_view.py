@@ -20,7 +20,7 @@ from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
 from headwater.server.page import device_tiles as tiles_of
 from headwater.server.page.device_tiles import MAX_DEVICE_POINTS, MAX_TILES, Tile, new_tile
-from headwater.server.page.history import History
+from headwater.server.page.history import RoundHistory
 from headwater.server.page.replay import read_lines
 from headwater.server.page.round_points import (
     Point,
@@ -57,7 +57,7 @@ class RunView(Observer):
         """
         self.about = _about(settings)
         self._folder = settings.out
-        self.history = History()
+        self.history = RoundHistory()
         self._records = records
         self._watch = watch
         self._lock = threading.Lock()

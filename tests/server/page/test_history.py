@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from headwater.server.page.history import History
+from headwater.server.page.history import RoundHistory
 from headwater.server.page.round_points import point_of
 from tests.round_rows import row
 
 
-def history_of(number: int) -> History:
-    return History([point_of(row(n, "a")) for n in range(1, number + 1)], max_points=10)
+def history_of(number: int) -> RoundHistory:
+    return RoundHistory([point_of(row(n, "a")) for n in range(1, number + 1)], max_points=10)
 
 
 def test_a_short_run_is_kept_whole() -> None:
