@@ -45,7 +45,7 @@ def serve(
     behind any router. Beyond loopback both sides need certificates: headwater-server init.
 
     Try it: headwater-server --task examples/digits.py:Digits \
-        --min-clients 2 --rounds 20
+        --min-clients 2 --rounds 20 --page
     """
     if context.invoked_subcommand is not None:
         return

@@ -48,7 +48,7 @@ def simulate(
 
     Without --task the bundled examples/digits.py:Digits is trained.
 
-    Try it: headwater-simulate --optimizer adam --learning-rate 0.01
+    Try it: headwater-simulate --learning-rate 0.01 --page
     """
     if context.invoked_subcommand is None:
         settings = read_settings(context, config, resume=resume, verbose=verbose)

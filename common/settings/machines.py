@@ -52,7 +52,6 @@ class ServerSettings(Branch):
         on="server simulate",
         panel=RUN,
         bare="127.0.0.1:8600",
-        short=True,
     )
     staging_bytes: Bytes = setting(
         64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
