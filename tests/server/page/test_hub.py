@@ -64,7 +64,8 @@ def test_a_page_gets_everything_and_then_what_has_changed() -> None:
             assert [one["name"] for one in found["devices"]] == ["a", "b", "c"]
             await read()  # the first tick: as nothing was sent before, all of it again
             view.on_round(row(2, "a"))
-            points, devices = [], []
+            points: list[Any] = []
+            devices: list[Any] = []
             while not points:
                 event, found = await read()
                 assert event == "changes"

@@ -1,0 +1,79 @@
+"""Chromium for tests of the page: what it shows, what it complains of, and what axe finds."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
+
+WAIT_SECONDS, POLL_MILLISECONDS = 150.0, 30
+SERIOUS = {"serious", "critical"}
+
+
+@dataclass(kw_only=True)
+class Tab:
+    """An open page, and what its console said."""
+
+    page: Page
+    console: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        """Return what a part of the page says."""
+        return self.page.locator(selector).inner_text()
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until an expression of JavaScript is true.
+
+        Playwright's own wait is made of ``eval``, which the page's policy forbids.
+        """
+        end = time.monotonic() + WAIT_SECONDS
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"{condition}: {self.page.inner_text('body')}"
+            self.page.wait_for_timeout(POLL_MILLISECONDS)
+
+    def faults(self) -> list[str]:
+        """Return what axe finds to be serious, with the first element of each."""
+        found = Axe().run(self.page).response["violations"]
+        return [
+            f"{one['id']}: {one['nodes'][0]['html']}" for one in found if one["impact"] in SERIOUS
+        ]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start a headless Chromium, the system's own."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert path is not None, "tests of the page need Chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def tab(
+    browser: Browser, url: str, *, width: int = 1440, theme: str = "light", **options: bool
+) -> Iterator[Tab]:
+    """Open a page, and hold at its end that its console is empty."""
+    scheme = "dark" if theme == "dark" else "light"
+    page = browser.new_page(
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,  # type: ignore[arg-type]
+        ignore_https_errors=options.get("ignore_https_errors", False),
+    )
+    opened = Tab(page=page)
+    page.on("console", lambda message: opened.console.append(message.text))
+    page.on("pageerror", lambda error: opened.console.append(str(error)))
+    try:
+        page.goto(url)
+        yield opened
+        assert opened.console == []
+    finally:
+        page.close()
