@@ -28,6 +28,7 @@ KEYS = {
     "masking": "keystream",
     "memory_limits": "cnn",
     "noise_scale": "told_over_true",
+    "page_cost": "ratio",
     "partitions": "iid",
     "planning": "assign",
     "privacy": "seconds_ratio",

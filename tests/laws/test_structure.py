@@ -58,6 +58,8 @@ METRICS_FILES = {
     "common/system/metrics_server.py",
     "server/operations/prometheus.py",
 }
+# Web servers and what they are made of: only the page has one.
+PAGE_PACKAGES, PAGE_FOLDER = ("starlette", "uvicorn"), "server/page/"
 
 
 @cache
@@ -141,6 +143,13 @@ def test_only_the_command_imports_sweeps() -> None:
     found = {name for name in sources() for it in imports(name) if "simulation/sweep/" in it}
     outside = {name for name in found if not name.startswith("simulation/sweep/")}
     assert outside == {"simulation/cli.py"}
+
+
+@pytest.mark.parametrize("package", PAGE_PACKAGES)
+def test_only_the_page_is_a_web_server(package: str) -> None:
+    found = importing(package)
+    assert found
+    assert all(name.startswith(PAGE_FOLDER) for name in found)
 
 
 def test_no_file_is_in_a_circle_of_imports() -> None:
