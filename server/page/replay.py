@@ -22,6 +22,7 @@ from headwater.server.page.round_points import (
     part_point,
     parts_of,
     point_of,
+    task_label,
 )
 
 
@@ -127,7 +128,7 @@ def _about(folder: Path, last: dict[str, Any]) -> dict[str, Any]:
         known = {}
     mode = known.get("secure", {}).get("aggregation", "off")
     return {
-        "task": label(str(known.get("task", folder.name))),
+        "task": task_label(str(known.get("task", folder.name))),
         "rounds": known.get("rounds", last["round"]),
         "optimizer": known.get("optimizer", {}).get("name", "adam"),
         "is_masked": mode != "off",

@@ -75,6 +75,11 @@ def label(name: str) -> str:
     return printable_name(name)[:MAX_NAME_CHARACTERS]
 
 
+def task_label(task: str | None) -> str:
+    """Return a task's name without the folders before it."""
+    return label((task or "headwater").rpartition("/")[2])
+
+
 def _k_range(row: Row) -> tuple[int | None, int | None]:
     if isinstance(row, RoundRow):
         return row.k_range if row.clients or row.masked_clients else (None, None)

@@ -29,6 +29,7 @@ from headwater.server.page.round_points import (
     part_point,
     parts_of,
     point_of,
+    task_label,
 )
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
@@ -247,7 +248,7 @@ def _about(settings: Settings) -> dict[str, Any]:
     """Return what stays the same for the whole run."""
     privacy = settings.privacy
     return {
-        "task": label(settings.task or "headwater"),
+        "task": task_label(settings.task),
         "rounds": settings.rounds,
         "optimizer": settings.optimizer.name,
         "is_masked": settings.secure.aggregation != "off",
