@@ -80,7 +80,7 @@ def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
         Route("/changes", changes),
         Route("/state", everything),
     ]
-    middleware = [Middleware(_Guard, token=token), Middleware(GZipMiddleware, minimum_size=1000)]
+    middleware = [Middleware(Guard, token=token), Middleware(GZipMiddleware, minimum_size=1000)]
     if token is None:
         # A web site that resolves its own name to 127.0.0.1 must not read the page.
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS, www_redirect=False)
@@ -94,7 +94,7 @@ async def _events(hub: Hub) -> AsyncIterator[str]:
             yield f"event: {event}\ndata: {text}\n\n"
 
 
-class _Guard:
+class Guard:
     """Adds the headers to every answer, and refuses requests without the token."""
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
