@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import (
     DescribeRequest,
@@ -117,7 +118,7 @@ class Fleet(Protocol):
     def train(
         self,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
@@ -149,7 +150,7 @@ class Fleet(Protocol):
         ...
 
     def evaluate(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
         """Send the model for evaluation, and yield each answer as it arrives."""
         ...

@@ -17,7 +17,11 @@ import logging
 
 from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.operations.activity import COMPUTING, WAITING
-from headwater.client.transport.incoming_image import IncomingImage
+from headwater.client.transport.incoming_image import (
+    IncomingDifference,
+    IncomingImage,
+    ModelBroken,
+)
 from headwater.client.transport.upload import StreamBroken, Upload, Write
 from headwater.common.errors import (
     EmptyUpdate,
@@ -54,7 +58,7 @@ class Exchange:
         self._node = node
         self._write = write
         self._activity = node.activity
-        self._incoming: IncomingImage | None = None
+        self._incoming: IncomingImage | IncomingDifference | None = None
         self._task: asyncio.Task[None] | None = None
         self._message_id = ""
         """The instruction in progress; empty if there is none."""
@@ -96,9 +100,13 @@ class Exchange:
 
         Raises:
             ModelMismatch: the model has another size.
+            ModelBroken, ProtocolMismatch: see ``_begin_difference``.
         """
         await self.end()
         model = self._node.trainer.image
+        if image.difference:
+            self._begin_difference(image)
+            return
         part = "frozen part of the model" if image.is_frozen else "model"
         memory = model.frozen_buffer() if image.is_frozen else model.buffer()
         if image.num_bytes != len(memory):
@@ -110,6 +118,19 @@ class Exchange:
             self.image_id = ""
         self._incoming = IncomingImage(image, memory, digest)
         self._activity.enter(f"receives the {part}", num_bytes=len(memory))
+
+    def _begin_difference(self, image: Image) -> None:
+        """Prepare to receive a difference to the model that the device holds.
+
+        Raises:
+            ModelBroken: the device holds another model.
+            ProtocolMismatch: see ``IncomingDifference``.
+        """
+        held, self.image_id = self.image_id, ""  # until all of it has arrived it is no model
+        if held != image.base_id:
+            raise ModelBroken("the server sent a difference to a model that the device lacks")
+        self._incoming = IncomingDifference(image, self._node.trainer.image.buffer())
+        self._activity.enter("receives the model's difference", num_bytes=image.num_bytes)
 
     def take_chunk(self, chunk: Chunk) -> None:
         """Take a chunk of the model.

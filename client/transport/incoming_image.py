@@ -1,16 +1,80 @@
-"""Receives a model, or its frozen part, in chunks directly into the trainer's memory."""
+"""Receives a model, its frozen part or a difference, in chunks, into the trainer's memory."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from typing import Any
+from typing import Any, Final
 
-from headwater.common.errors import ProtocolMismatch
+from headwater.common.compression.model_difference import (
+    DifferenceMethod,
+    DifferenceReader,
+    difference_bytes,
+)
+from headwater.common.errors import ProtocolMismatch, UpdateRefused
 from headwater.common.transport.wire_pb2 import Chunk, Image
+
+METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
 
 
 class ModelBroken(Exception):
     """The received model is not the announced one; the server sends it again on a new stream."""
+
+
+class IncomingDifference:
+    """A rounded difference that is being received; each piece is added to the model as it comes."""
+
+    is_frozen = False
+
+    def __init__(self, image: Image, memory: memoryview) -> None:
+        """``memory`` is the model that the difference is to.
+
+        Raises:
+            ProtocolMismatch: there is no such method, or the length is not that of the difference.
+        """
+        if image.difference not in METHODS:
+            raise ProtocolMismatch(f"the server sent a model in {image.difference[:20]!r}")
+        method: DifferenceMethod = METHODS[image.difference]
+        expected = difference_bytes(method, len(memory) // 4)
+        if image.num_bytes != expected:
+            raise ProtocolMismatch(
+                f"the server's difference has {image.num_bytes:,} bytes, expected {expected:,}"
+            )
+        self.image_id = image.image_id
+        self.num_bytes = expected
+        self.seconds = 0.0  # from the announcement to the latest chunk
+        self._sha256 = image.sha256
+        self._memory = memory
+        self._reader = DifferenceReader(memory, method)
+        self._received = 0
+        self._start = time.monotonic()
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk.
+
+        Raises:
+            ProtocolMismatch: it is out of order.
+            ModelBroken: it is no difference.
+        """
+        end = self._received + len(chunk.data)
+        if chunk.offset != self._received or end > self.num_bytes:
+            raise ProtocolMismatch("the server sent a chunk of its model out of order")
+        try:
+            self._reader.add(chunk.data)
+        except UpdateRefused as error:
+            raise ModelBroken(str(error)) from error
+        self._received = end
+        self.seconds = time.monotonic() - self._start
+
+    def verify(self) -> None:
+        """Check the model that resulted against its digest.
+
+        Raises:
+            ModelBroken: the digest is not the announced one.
+        """
+        is_whole = self._reader.is_complete
+        if not is_whole or hashlib.sha256(self._memory).digest() != self._sha256:
+            raise ModelBroken("the model and its difference do not add up to the announced model")
 
 
 class IncomingImage:

@@ -48,8 +48,10 @@ def decoded_bfloat16(data: memoryview, num_values: int) -> EncodedVector:
     return EncodedVector(num_values, decode)
 
 
-def encode_int8(values_P: Tensor, random: np.random.Generator) -> bytearray:
+def encode_int8(values_P: Tensor, random: np.random.Generator | None) -> bytearray:
     """Return the vector in int8; ``values_P`` becomes what the rounding lost.
+
+    Without ``random`` it is rounded to nearest.
 
     What is lost is computed in float32, whose rounding is below 2^-24 of the block's largest
     coordinate. A block with a NaN or an infinity gets a scale that is not finite, which the server
@@ -69,7 +71,7 @@ def encode_int8(values_P: Tensor, random: np.random.Generator) -> bytearray:
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = part / wide
         steps[wide == 0] = 0.0
-        steps += random.random(len(part), dtype=np.float32)
+        steps += 0.5 if random is None else random.random(len(part), dtype=np.float32)
         np.floor(steps, out=steps)
         np.clip(steps, -STEPS, STEPS, out=steps)
         with np.errstate(invalid="ignore"):

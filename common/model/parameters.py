@@ -41,6 +41,9 @@ Build = Callable[[Callable[[], nn.Module]], nn.Module]
 class ModelImage:
     """A model whose parameters and buffers are views into blocks of memory."""
 
+    difference: None = None
+    """It is sent whole, unlike ``server.aggregation.broadcast_model``."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -92,6 +92,12 @@ class CompressionSettings(Branch):
         0.1, "of the coordinates that top-k and random-k send", "--compress-fraction"
     )
     feedback: bool = setting(True, "keep what is not sent; without it, it is lost", on="")
+    down: Literal["off", "bfloat16", "int8"] = setting(
+        "off",
+        "send the model as a rounded difference to devices that hold the version before; what is "
+        "lost comes with the next difference",
+        "--compress-down",
+    )
 
     @property
     def keeps(self) -> bool:

@@ -122,16 +122,20 @@ class Instruction(_message.Message):
     def __init__(self, message_id: _Optional[str] = ..., message_type: _Optional[str] = ..., head_json: _Optional[str] = ..., image_id: _Optional[str] = ..., frozen_id: _Optional[str] = ..., beside: _Optional[bytes] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("image_id", "num_bytes", "sha256", "is_frozen")
+    __slots__ = ("image_id", "num_bytes", "sha256", "is_frozen", "difference", "base_id")
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     IS_FROZEN_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    BASE_ID_FIELD_NUMBER: _ClassVar[int]
     image_id: str
     num_bytes: int
     sha256: bytes
     is_frozen: bool
-    def __init__(self, image_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., is_frozen: _Optional[bool] = ...) -> None: ...
+    difference: str
+    base_id: str
+    def __init__(self, image_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., is_frozen: _Optional[bool] = ..., difference: _Optional[str] = ..., base_id: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("message_id", "next_offset", "is_done")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import ConnectionLost, FrozenPartMissing, HeadwaterError, LateUpdate
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
@@ -106,7 +107,7 @@ class GridFleet:
     def train(
         self,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
@@ -153,7 +154,7 @@ class GridFleet:
         return self._send(message_type, contents, phase.action, timeout_seconds, read)
 
     def evaluate(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
         def read(_: str, content: RecordDict) -> EvaluateReport:
             return records.read(content, EvaluateReport)
@@ -169,11 +170,13 @@ class GridFleet:
         self,
         message_type: str,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         timeout_seconds: float | None,
         read: Callable[[str, RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
         """Send each plan with the model."""
+        if self._own is not None:
+            self._own.offer_difference(image.difference)
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
         contents = {name: records.content_of(plan, array) for name, plan in plans.items()}

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headwater.common.compression.planned_bytes import upload_bytes
+from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.errors import TooFewClients, TooFewPermitted
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.layout import ModelLayout
@@ -157,7 +157,7 @@ class RoundPlanner:
             TooFewPermitted: the owners of too many clients allow no further round.
         """
         costs = TransferCosts(
-            image_bytes=self.layout.num_bytes,
+            image_bytes=download_bytes(self.settings, self.layout.num_parameters),
             update_bytes=upload_bytes(self.settings, self.layout.num_parameters),
             turn_seconds=turn_seconds,
         )

@@ -33,6 +33,7 @@ FROZEN = "frozen.safetensors"
 VERSION = 2
 IMAGE = "image"
 OPTIMIZER = "optimizer."
+BROADCAST = "broadcast"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,8 @@ class Progress:
     simulated: dict[str, Any] = field(default_factory=dict)
     selection: dict[str, Any] = field(default_factory=dict)
     privacy: dict[str, Any] = field(default_factory=dict)
+    broadcast_version: int | None = None
+    """The version that the model as devices hold it follows, if that is not the server's own."""
     frozen_digest: str = ""
     """Of the frozen part of the model, which is not in the file but beside it, once."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -61,14 +64,20 @@ class Progress:
 
 
 def save(
-    folder: Path, progress: Progress, *, image_U8: Tensor, optimizer: Mapping[str, Tensor]
+    folder: Path,
+    progress: Progress,
+    *,
+    image_U8: Tensor,
+    optimizer: Mapping[str, Tensor],
+    broadcast_U8: Tensor | None = None,
 ) -> None:
-    """Replace the checkpoint in ``folder``.
+    """Replace the checkpoint in ``folder``; ``broadcast_U8`` is the model as devices hold it.
 
     Raises:
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
+    tensors |= {} if broadcast_U8 is None else {BROADCAST: broadcast_U8}
     # Not by ``asdict``, which would copy the estimates of all clients.
     plain = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
     metadata = {"version": str(VERSION), CHECKPOINT_KEY: plain, "sha256": digest(plain, tensors)}
@@ -82,7 +91,9 @@ def save(
 
 
 def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
-    """Return progress, image and optimizer tensors, or None if there is no checkpoint.
+    """Return progress, image and the other tensors, or None if there is no checkpoint.
+
+    The others are those of the optimizer by name and, if there is one, BROADCAST.
 
     Raises:
         CheckpointCorrupt: the file is incomplete or damaged.

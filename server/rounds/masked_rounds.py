@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.common.model.parameters import ModelImage
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet
@@ -39,7 +39,7 @@ class MaskedRounds:
     """What a run's masked rounds hand on to the next one."""
 
     settings: Settings
-    image: ModelImage
+    image: SentModel
     has_narrowed: bool = False
     """Whether the sums of the last round told more about which client masks false numbers."""
     _encoding: EncodingState = field(default_factory=EncodingState)

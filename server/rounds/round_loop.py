@@ -234,7 +234,7 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
     fold_seconds = 0.0
     answers = fleet.train(
         opened.plans,
-        training.image,
+        training.sent_model(),
         num_needed=training.settings.num_clients_needed,
         timeout_seconds=training.settings.cohort.deadline_seconds,
     )
@@ -279,7 +279,7 @@ def _evaluate(
             for name, plan in opened.plans.items()
         }
         answers = fleet.evaluate(
-            plans, training.image, timeout_seconds=training.settings.cohort.deadline_seconds
+            plans, training.sent_model(), timeout_seconds=training.settings.cohort.deadline_seconds
         )
         found = evaluation.on_devices(answers, round_number=training.round)
     return replace(

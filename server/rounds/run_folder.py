@@ -118,6 +118,10 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
             remedy="leave --initial-model out; or begin a new run with it: another --out",
         )
     training.image.bytes_U8.copy_(image_U8)
+    broadcast_U8 = optimizer.pop(checkpoint.BROADCAST, None)
+    if training.broadcast is not None and broadcast_U8 is not None:
+        assert progress.broadcast_version is not None
+        training.broadcast.restore(broadcast_U8, progress.broadcast_version)
     training.optimizer.restore(
         optimizer,
         progress.optimizer,
@@ -176,6 +180,7 @@ def save_checkpoint(training: Training, fleet: Fleet, folder: Path) -> None:
         _progress(training, fleet, rest),
         image_U8=training.image.bytes_U8,
         optimizer=tensors,
+        broadcast_U8=None if training.broadcast is None else training.broadcast.bytes_U8,
     )
 
 
@@ -200,6 +205,7 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         simulated=fleet.simulated_state(),
         selection=training.selection.to_json(),
         privacy={} if training.privacy is None else training.privacy.clip.to_json(),
+        broadcast_version=None if training.broadcast is None else training.broadcast.version,
         frozen_digest=training.image.frozen_digest,
         settings=values_of(training.settings),
     )

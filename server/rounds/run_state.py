@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import Diverged, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
@@ -21,6 +22,7 @@ from headwater.common.model.vectors import all_finite, squared_norm
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import held_updates
 from headwater.server.aggregation.norm_watch import NormWatch
@@ -104,7 +106,10 @@ class Training:
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""
-        self.masked = MaskedRounds(settings, self.image)
+        down = settings.compression.down
+        self.broadcast = None if down == "off" else BroadcastModel(self.image, down)
+        """The model as devices hold it; None if that is the server's own."""
+        self.masked = MaskedRounds(settings, self.broadcast or self.image)
         self.selection = model_selection.ModelSelection()
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
@@ -113,6 +118,13 @@ class Training:
         if settings.privacy.is_on:
             num_values = self.image.layout.num_parameters
             self.privacy = RunPrivacy(settings, num_values=num_values)
+
+    def sent_model(self) -> SentModel:
+        """Return the model of this round's plans, or of its evaluation, as devices will hold it."""
+        if self.broadcast is None:
+            return self.image
+        self.broadcast.follow(self.round)
+        return self.broadcast
 
     def take_changed(self) -> dict[str, list[Any]]:
         """Return what changed when the run was resumed, for the first row after that alone."""

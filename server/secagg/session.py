@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
-from headwater.common.model.parameters import ModelImage
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import bounds_of
 from headwater.common.secagg.plan_digest import plan_digest
@@ -89,7 +89,7 @@ def setup_of(
     *,
     run_id: int,
     number: SessionNumber,
-    image: ModelImage,
+    image: SentModel,
     rotation_seed: bytes,
     whole: ReadyCohort | None = None,
 ) -> SessionSetup:

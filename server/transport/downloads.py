@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 
+from headwater.common.compression.model_difference import ModelDifference
 from headwater.common.transport.limits import CHUNK_BYTES, SMALL_IMAGE_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, Image, Instruction, ServerFrame
 from headwater.server.transport.session import DeviceInstruction, DeviceSession, Stream
@@ -87,7 +88,15 @@ class Downloads:
             return
         if instruction.image is not None and self._image is not None:
             image_id = self._image[0]
-            if session.image_id != image_id:
+            difference = instruction.difference
+            if difference and (session.image_id, image_id) == (
+                difference.base_id,
+                difference.image_id,
+            ):
+                session.image_id = ""
+                if not await self._write_difference(session, instruction, stream, difference):
+                    return
+            elif session.image_id != image_id:
                 if len(instruction.image) < SMALL_IMAGE_BYTES:
                     small_image = self._frame(image_id, 0)
                 else:
@@ -129,14 +138,49 @@ class Downloads:
             sha256=bytes.fromhex(image_id),
             is_frozen=image is self._frozen,
         )
+        frame = partial(self._frame, image_id)
+        return await self._write_chunks(session, instruction, stream, head, frame)
+
+    async def _write_difference(
+        self,
+        session: DeviceSession,
+        instruction: DeviceInstruction,
+        stream: Stream,
+        difference: ModelDifference,
+    ) -> bool:
+        """Write a difference to the model that the device holds; return as ``_write_image``."""
+        head = Image(
+            image_id=difference.image_id,
+            num_bytes=len(difference.data),
+            sha256=bytes.fromhex(difference.image_id),
+            difference=difference.method,
+            base_id=difference.base_id,
+        )
+
+        def frame(offset: int) -> bytes:
+            data = bytes(memoryview(difference.data)[offset : offset + CHUNK_BYTES])
+            chunk = Chunk(transfer_id=difference.image_id, offset=offset, data=data)
+            return ServerFrame(chunk=chunk).SerializeToString()
+
+        return await self._write_chunks(session, instruction, stream, head, frame)
+
+    async def _write_chunks(
+        self,
+        session: DeviceSession,
+        instruction: DeviceInstruction,
+        stream: Stream,
+        head: Image,
+        frame: Callable[[int], bytes],
+    ) -> bool:
+        """Write an announcement and its chunks; return as ``_write_image``."""
         await self.write(stream, ServerFrame(image=head), session)
-        for offset in range(0, len(memory), CHUNK_BYTES):
+        for offset in range(0, head.num_bytes, CHUNK_BYTES):
             if session.instruction is not instruction or session.stream is not stream:
                 return False
             session.sending_since = None  # waiting for the semaphore is not this device's fault
             async with self._in_flight:
                 session.sending_since = time.monotonic()
-                await self._write_bytes(stream, self._frame(image_id, offset), session)
+                await self._write_bytes(stream, frame(offset), session)
         return True
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:

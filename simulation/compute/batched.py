@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
-from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import all_finite
 from headwater.server.fleet import Dropout, UpdateBatch
 from headwater.simulation.compute.dry_run import predict_round
@@ -104,7 +104,7 @@ class BatchedCompute:
     def train(
         self,
         clients: Sequence[ClientPlan],
-        image: ModelImage,
+        image: SentModel,
         *,
         run_id: int,
         timeout_seconds: float | None,

@@ -29,10 +29,10 @@ from headwater.client.training.sampler import (
     window,
     window_length,
 )
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalState
-from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.round_columns import samplers_of
@@ -130,7 +130,7 @@ class OneByOne:
     def train(
         self,
         clients: Sequence[ClientPlan],
-        image: ModelImage,
+        image: SentModel,
         *,
         run_id: int,
         timeout_seconds: float | None,

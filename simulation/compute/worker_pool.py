@@ -33,9 +33,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import WorkerDied, error_of
 from headwater.common.messages import Update
-from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.system.portability import PipeEnd, num_usable_cores
 from headwater.server.fleet import Dropout
@@ -170,7 +170,7 @@ class WorkerPool:
     def train(
         self,
         clients: Sequence[ClientPlan],
-        image: ModelImage,
+        image: SentModel,
         *,
         run_id: int,
         timeout_seconds: float | None,

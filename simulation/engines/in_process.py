@@ -14,6 +14,7 @@ from itertools import compress
 from typing import Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
 from headwater.common.messages import (
@@ -30,6 +31,7 @@ from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.simulation.compute.modes import compute_of
 from headwater.simulation.compute.worker_pool import WorkerPool
+from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.engines.pending_answers import PendingAnswers
 from headwater.simulation.engines.roster import FleetRoster
 from headwater.simulation.fleet.devices import (
@@ -69,6 +71,7 @@ class LocalFleet:
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
         self._pending = PendingAnswers()
+        self._held = HeldModels()
 
     def report_left_out(self) -> None:
         """Log which devices have examples that cannot be trained on, if the task is checked."""
@@ -109,7 +112,7 @@ class LocalFleet:
     def train(
         self,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
@@ -128,7 +131,9 @@ class LocalFleet:
                     name=one.name, error=ConnectionLost(f"device {one.name} has vanished")
                 )
             called = [one for one, is_gone in zip(called, vanished, strict=True) if not is_gone]
-        self._bytes_down += len(plans) * image.layout.num_bytes
+        is_whole = self._settings.compression.down == "off"
+        model_bytes = len(plans) * image.layout.num_bytes
+        self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
         ):
@@ -210,7 +215,7 @@ class LocalFleet:
         raise NotImplementedError("masked rounds run on messages (headwater.simulation.run)")
 
     def evaluate(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
         trainer = self._devices.trainer
         for name, plan in plans.items():

@@ -18,10 +18,10 @@ from headwater.client.flower.state_file import local_file
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import SettingsError
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
-from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBatch
@@ -68,7 +68,7 @@ class Compute(Protocol):
     def train(
         self,
         called: Sequence[ClientPlan],
-        image: ModelImage,
+        image: SentModel,
         *,
         run_id: int,
         timeout_seconds: float | None,

@@ -19,7 +19,7 @@ from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.compression.planned_bytes import upload_bytes
+from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
@@ -95,19 +95,17 @@ class VirtualHardware:
         num_parameters: int,
         *,
         num_local: int = 0,
-        upload_bytes: int | None = None,
+        transfer_bytes: int | None = None,
         jitter_seed: int = 0,
         is_on_battery: bool = False,
         client_settings: ClientSettings | None = None,
     ) -> None:
         """Take the device's figures, the random draws of the round, and its owner's settings.
 
-        ``upload_bytes`` are those of an update; not given: as many as the model has.
+        ``transfer_bytes`` are those of a model down and an update up; not given: in float32.
         """
         self._device = device
-        self._transfer_bytes = 4 * num_parameters + (
-            4 * num_parameters if upload_bytes is None else upload_bytes
-        )
+        self._transfer_bytes = 8 * num_parameters if transfer_bytes is None else transfer_bytes
         self._num_parameters = num_parameters
         self._num_local = num_local
         self._is_on_battery = is_on_battery
@@ -267,11 +265,12 @@ def build_hardware(
     if slowdown != 1:
         rate = device.upload_bytes_per_second / slowdown
         current = replace(device, upload_bytes_per_second=rate)
+    num_values = layout.num_parameters
     hardware = VirtualHardware(
         current,
         layout.num_parameters,
         num_local=layout.num_local,
-        upload_bytes=upload_bytes(settings, layout.num_parameters),
+        transfer_bytes=download_bytes(settings, num_values) + upload_bytes(settings, num_values),
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
         client_settings=settings.client,

@@ -38,10 +38,11 @@ def model(out: Path) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
-def test_a_resumed_run_sends_what_was_left_out_before(tmp_path: Path) -> None:
-    simulate(tmp_path / "whole", compression__up="top-k")
-    simulate(tmp_path / "halves", compression__up="top-k", rounds=2)
-    simulate(tmp_path / "halves", compression__up="top-k", resume=True)
+def test_a_resumed_run_sends_what_was_left_out_before_up_and_down(tmp_path: Path) -> None:
+    both: dict[str, Any] = {"compression__up": "top-k", "compression__down": "int8"}
+    simulate(tmp_path / "whole", **both)
+    simulate(tmp_path / "halves", **both, rounds=2)
+    simulate(tmp_path / "halves", **both, resume=True)
     assert torch.equal(model(tmp_path / "whole"), model(tmp_path / "halves"))
 
 
@@ -51,11 +52,24 @@ def test_without_feedback_the_model_is_another(tmp_path: Path) -> None:
     assert not torch.equal(model(tmp_path / "with"), model(tmp_path / "without"))
 
 
-def test_an_update_in_int8_takes_a_quarter_of_the_bytes(tmp_path: Path) -> None:
-    plain = simulate(tmp_path / "plain", rounds=1)
-    small = simulate(tmp_path / "small", rounds=1, compression__up="int8")
-    assert small[0].bytes_up < 0.26 * plain[0].bytes_up
-    assert small[0].bytes_down == plain[0].bytes_down
+def test_update_and_model_in_int8_take_a_quarter_of_the_bytes_after_the_first_round(
+    tmp_path: Path,
+) -> None:
+    plain = simulate(tmp_path / "plain", rounds=1)[0]
+    small = simulate(tmp_path / "small", rounds=2, compression__up="int8", compression__down="int8")
+    assert small[0].bytes_down == plain.bytes_down
+    assert small[1].bytes_down < 0.26 * plain.bytes_down
+    assert {row.bytes_up < 0.26 * plain.bytes_up for row in small} == {True}
+
+
+def test_a_model_sent_as_differences_stays_close_to_the_servers_own(tmp_path: Path) -> None:
+    """SGD: the model moves by gradients, which differ by bfloat16's rounding of the model."""
+    plain = {"optimizer__name": "sgd"}
+    simulate(tmp_path / "plain", **plain)
+    simulate(tmp_path / "down", **plain, compression__down="bfloat16")
+    before, after = model(tmp_path / "plain"), model(tmp_path / "down")
+    assert not torch.equal(before, after)
+    assert (after - before).norm() < 0.01 * before.norm()
 
 
 @pytest.mark.parametrize(
@@ -79,10 +93,11 @@ def test_settings_that_compression_does_not_go_with_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["bfloat16", "int8", "top-k", "random-k"])
+@pytest.mark.parametrize("method", ["int8", "top-k"])
 def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
     tmp_path: Path, method: str
 ) -> None:
-    simulate(tmp_path / "calls", compression__up=method)
-    simulate(tmp_path / "wire", compression__up=method, simulation__engine="grpc")
+    chosen: dict[str, Any] = {"compression__up": method, "compression__down": "int8"}
+    simulate(tmp_path / "calls", **chosen)
+    simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
     assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwater.client.app import client_app
+from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import (
     BuffersChanged,
     ConnectionLost,
@@ -75,7 +76,7 @@ class Network:
     def train(
         self,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
@@ -99,7 +100,7 @@ class Network:
         raise AssertionError("no round of these tests is masked")
 
     def evaluate(
-        self, plans: Mapping[str, Plan], image: ModelImage, *, timeout_seconds: float | None
+        self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
         return self._fleet.evaluate(plans, image, timeout_seconds=timeout_seconds)
 
@@ -406,7 +407,7 @@ class CountingNetwork(Network):
     def train(
         self,
         plans: Mapping[str, Plan],
-        image: ModelImage,
+        image: SentModel,
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,

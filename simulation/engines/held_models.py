@@ -1,0 +1,34 @@
+"""Which model each simulated device holds: what a round would have sent it over the wire."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from headwater.common.compression.model_difference import SentModel
+
+
+class HeldModels:
+    """The models that devices were last sent, by the devices' names.
+
+    In the simulator all devices share one model's memory, and no bytes travel.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, str] = {}
+
+    def sent(self, names: Iterable[str], image: SentModel) -> int:
+        """Note that devices are sent a model; return the bytes, which differences make fewer."""
+        difference = image.difference
+        image_id = hashlib.sha256(image.buffer()).hexdigest()
+        num_bytes = 0
+        for name in names:
+            held = self._held.get(name)
+            self._held[name] = image_id
+            if held == image_id:
+                continue
+            if difference is not None and held == difference.base_id:
+                num_bytes += len(difference.data)
+            else:
+                num_bytes += image.layout.num_bytes
+        return num_bytes
