@@ -64,7 +64,7 @@ def test_update_and_model_in_int8_take_a_quarter_of_the_bytes_after_the_first_ro
 
 def test_a_model_sent_as_differences_stays_close_to_the_servers_own(tmp_path: Path) -> None:
     """SGD: the model moves by gradients, which differ by bfloat16's rounding of the model."""
-    plain = {"optimizer__name": "sgd"}
+    plain: dict[str, Any] = {"optimizer__name": "sgd"}
     simulate(tmp_path / "plain", **plain)
     simulate(tmp_path / "down", **plain, compression__down="bfloat16")
     before, after = model(tmp_path / "plain"), model(tmp_path / "down")
