@@ -1,8 +1,8 @@
 """Flower's FedAvg on the virtual clock of the simulator: local epochs of SGD, and a deadline.
 
 Strategy, averaging and rounds are Flower's own (``flwr.serverapp.strategy.FedAvg``). A device does
-one epoch over its examples by plain SGD, in micro-batches as large as the operator sets or as fit
-in its memory (McMahan et al. 2017, algorithm 1, E = 1), on the machine that
+one epoch, or several, over its examples by plain SGD, in micro-batches as large as the operator
+sets or as fit in its memory (McMahan et al. 2017, algorithm 1), on the machine that
 ``simulation.fleet.virtual_hardware`` gives it. A device that would end after the deadline is late:
 its update is lost, as it would be in Flower, and is not computed here. The round then lasts until
 the deadline.
@@ -50,9 +50,15 @@ class Federation:
     """The devices of a fleet, as a ClientApp that trains by local SGD."""
 
     def __init__(
-        self, settings: Settings, *, learning_rate: float, deadline_seconds: float | None
+        self,
+        settings: Settings,
+        *,
+        learning_rate: float,
+        deadline_seconds: float | None,
+        num_epochs: int = 1,
     ) -> None:
         """Load the task; the fleet and its number of devices are those of the settings."""
+        self._num_epochs = num_epochs
         assert settings.task is not None
         self.trainer = Trainer(settings.task, replace_batch_norm=False, check_task=False)
         self.task: Task = self.trainer.task
@@ -106,13 +112,16 @@ class Federation:
     def epoch(
         self, identity: Identity, num_examples: int, number: int
     ) -> tuple[float, list[tuple[int, ...]]]:
-        """Return how long a device takes for an epoch, and its micro-batches."""
+        """Return how long a device takes for its epochs, and their micro-batches."""
         machine = virtual_hardware(identity, self._settings, self.image.layout)
         largest = self._settings.plan.set_micro_batch_size
         fitting = machine.memory.fitting(largest)
         size = largest if fitting is None else max(min(largest, int(fitting)), 1)
-        walk = permutation(self._settings.seed, number, identity.name, num_examples)
-        batches = split(walk.tolist(), size)
+        epochs = range(number * self._num_epochs, (number + 1) * self._num_epochs)
+        walks = [
+            permutation(self._settings.seed, epoch, identity.name, num_examples) for epoch in epochs
+        ]
+        batches = [batch for walk in walks for batch in split(walk.tolist(), size)]
         start = machine.clock.seconds()
         for batch in batches:
             machine.clock.worked(len(batch))
@@ -151,11 +160,15 @@ def run_fedavg(
     learning_rate: float,
     deadline_seconds: float | None,
     on_round: Callable[[Round], None],
+    num_epochs: int = 1,
 ) -> None:
     """Run FedAvg for ``settings.rounds``, from the model that a run of ours starts from."""
     torch.set_num_threads(settings.threads or 1)
     federation = Federation(
-        settings, learning_rate=learning_rate, deadline_seconds=deadline_seconds
+        settings,
+        learning_rate=learning_rate,
+        deadline_seconds=deadline_seconds,
+        num_epochs=num_epochs,
     )
     task, image = federation.task, federation.image
     test_examples = open_test_examples(task, image.model)

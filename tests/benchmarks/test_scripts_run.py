@@ -25,6 +25,7 @@ KEYS = {
     "hostile_devices": "unasked_heads",
     "large_models": "figures",
     "load": "model_is_exact",
+    "local_training": "epochs_1",
     "masking": "keystream",
     "memory_limits": "cnn",
     "noise_scale": "told_over_true",
