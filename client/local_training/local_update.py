@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwater.client.local_training.local_steps import LocalSteps
 from headwater.client.local_training.local_work import (
     ClientAlgorithm,
-    LocalSteps,
     LocalWork,
     carry_out,
 )

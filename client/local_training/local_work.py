@@ -13,26 +13,26 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from headwater.client.local_training.step_spool import StepContent
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import Window
-from headwater.client.training.spool import Spool
+from headwater.client.training.spool import Spool, SpooledWindow
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
 from headwater.common.messages import Plan
-from headwater.common.model.vectors import CHUNK, all_finite
-from headwater.common.optimizers.local_optimizer import held_bytes, local_optimizer, path_length
-from headwater.common.optimizers.local_terms import LocalTerms
-from headwater.common.optimizers.torch_compiler_stub import without_dynamo
+from headwater.common.model.vectors import all_finite
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +117,12 @@ class LocalWork:
         self._step_local(self.total.weight)
         return context.accumulator.values_P
 
-    def steps(self) -> Iterator[Tensor]:
+    def steps(self, content: StepContent | None = None) -> Iterator[Tensor]:
         """Yield each local step's mean gradient [P] at the parameters as they are then.
 
         There are ``num_steps``, or fewer if the device must stop. The next step's gradient takes
-        the same memory.
+        the same memory. ``content`` is what the spool keeps between two steps; without one, steps
+        are not spooled.
         """
         context = self._context
         if self.num_steps == 1:
@@ -131,10 +132,11 @@ class LocalWork:
                 yield sum_P.div_(self.weight)
             return
         self._take()
-        if self._spool is not None:
-            _warn_not_spooled()
+        spooled = self._open_spool(content)
+        first = 0 if content is None else content.next_step
         plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
-        for start, end in map(plan.local_step, range(self.num_steps)):
+        for number in range(first, self.num_steps):
+            start, end = plan.local_step(number)
             part = self._window.part(start, end)
             if not part.positions:
                 continue
@@ -146,6 +148,27 @@ class LocalWork:
                 yield context.accumulator.values_P.div_(step_sum.weight)
             if step_sum.reason != "quota":
                 break
+            if spooled is not None and content is not None and content.is_writable:
+                content.num_taken, content.next_step = self.num_taken, number + 1
+                rest = [self._window.positions[end:]] if end < len(self._window.positions) else []
+                spooled.save(replace(self.total, remaining=deque(rest)))
+
+    def _open_spool(self, content: StepContent | None) -> SpooledWindow | None:
+        """Return the spool of the steps, and take over what it holds of them; None without one."""
+        if self._spool is None:
+            return None
+        if content is None:
+            _warn_not_spooled()
+            return None
+        spooled = self._spool.open(
+            self._plan, self._window, self._context, self.start_seconds, content
+        )
+        spooled.note_model()
+        resumed = spooled.load()
+        if resumed is not None:
+            self.total = replace(resumed, remaining=deque())
+            self.num_taken, self.start_seconds = content.num_taken, spooled.start_seconds
+        return spooled
 
     def _step_local(self, weight: int) -> None:
         """Step the parameters that stay on the device, along the mean of their summed gradients.
@@ -207,40 +230,6 @@ class LocalWork:
         self.is_taken = True
 
 
-class LocalSteps:
-    """An optimizer's steps on the means of the client's own sums, by the plan's terms."""
-
-    def __init__(self, terms: LocalTerms, context: TrainingContext) -> None:
-        self._terms = terms
-        self._context = context
-
-    def train(self, work: LocalWork) -> Tensor:
-        image, terms, rate = self._context.image, self._terms, work.learning_rate
-        num_bytes = held_bytes(terms, num_parameters=image.layout.num_parameters)
-        with self._context.memory.holding(num_bytes):
-            start_P = work.start_P
-            optimizer = local_optimizer(terms, image.trainable(), rate=rate)
-            for mean_P in work.steps():  # the mean is in the parameters' gradients
-                if terms.proximal:
-                    _pull_back(mean_P, image.values_P, start_P, terms.proximal)
-                with without_dynamo():
-                    optimizer.step()
-            # The accumulator's vector is free now and takes the difference.
-            own_P = self._context.accumulator.values_P
-            difference_P = torch.sub(start_P, image.values_P, out=own_P)
-        length = 1.0
-        if terms.is_normalized and work.num_taken:
-            length = path_length(terms, work.num_taken, rate=rate)
-        return difference_P.mul_(work.weight / length)
-
-
-def _pull_back(gradient_P: Tensor, values_P: Tensor, start_P: Tensor, mu: float) -> None:
-    """Add mu (parameters - start) to a gradient, in place, without another vector."""
-    parts = (torch.split(one_P, CHUNK) for one_P in (gradient_P, values_P, start_P))
-    for gradient, values, start in zip(*parts, strict=True):
-        gradient.add_(values - start, alpha=mu)
-
-
 def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None:
     """Let an algorithm make its vector in the accumulator; the parameters are as before.
 
@@ -256,7 +245,9 @@ def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None
 
 @functools.cache
 def _warn_not_spooled() -> None:
-    log.warning("with local steps a window is not spooled: a power cut loses the round's work")
+    log.warning(
+        "the steps of a client algorithm are not spooled: a power cut loses the round's work"
+    )
 
 
 def _joined(first: WindowSum, second: WindowSum) -> WindowSum:

@@ -7,6 +7,9 @@ from the file, and the result equals that of an uninterrupted window, to the bit
 counts towards the deadline; after the deadline the partial sum is sent. A file that belongs to
 another window, or is damaged, is deleted, and the log says why.
 
+With local steps the file has the parameters and the local optimizer's state after a step, and a
+power cut costs the step that it interrupts (``headwater.client.local_training.step_spool``).
+
 The file holds a sum of gradients and positions in the client's data, so only its owner may read it.
 A full disk costs the spool, never the round.
 """
@@ -20,16 +23,22 @@ import json
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
+from headwater.client.training.spool_content import (
+    SpoolContent,
+    SummedVector,
+    bytes_of,
+    digest_of,
+    plain_totals,
+    totals_of,
+)
 from headwater.client.training.window_sum import WindowSum
-from headwater.common.messages import Plan, Step
+from headwater.common.messages import Plan
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 
 log = logging.getLogger(__name__)
@@ -67,10 +76,19 @@ class Spool:
         self.wall_clock = wall_clock
 
     def open(
-        self, plan: Plan, window: Window, context: TrainingContext, start_seconds: float
+        self,
+        plan: Plan,
+        window: Window,
+        context: TrainingContext,
+        start_seconds: float,
+        content: SpoolContent | None = None,
     ) -> SpooledWindow:
-        """Return the spool of a window that began at ``start_seconds`` of the context's clock."""
-        return SpooledWindow(self, plan, window, context, start_seconds)
+        """Return the spool of a window that began at ``start_seconds`` of the context's clock.
+
+        Its content is the accumulator's vector, or another.
+        """
+        own = content or SummedVector(context.accumulator.memory)
+        return SpooledWindow(self, plan, window, context, start_seconds, own)
 
     def remove_stale(self) -> None:
         """Remove old files of this client's other runs, each 4 bytes per parameter."""
@@ -102,7 +120,9 @@ class SpooledWindow:
         window: Window,
         context: TrainingContext,
         start_seconds: float,
+        content: SpoolContent,
     ) -> None:
+        self._content = content
         self._spool = spool
         self._plan = plan
         self._window = window
@@ -116,7 +136,7 @@ class SpooledWindow:
     # Loading.
 
     def load(self) -> WindowSum | None:
-        """Load the window's partial sum into the vector; None if no usable file exists.
+        """Load the window's content, such as its partial sum; None if no usable file exists.
 
         ``start_seconds`` becomes the time, by the context's clock, at which the window began: as
         long ago as the wall clock says, or as long as was trained if a clock without a battery says
@@ -145,7 +165,7 @@ class SpooledWindow:
         return total
 
     def _read(self, file: io.BufferedReader) -> WindowSum:
-        """Read the file into the vector.
+        """Read the file into the content.
 
         Raises:
             _Unusable, OSError, ValueError, KeyError, TypeError: the file cannot be used.
@@ -157,16 +177,19 @@ class SpooledWindow:
         text, digest = header["__metadata__"]["state"], header["__metadata__"]["sha256"]
         state = json.loads(text)
         self._check_belongs(state["belongs"])
-        vector = self._vector()
+        plain = state.get("content", {})
+        read = self._content.room(plain)
+        vector = bytes_of(read)
         if file.readinto(vector) != len(vector) or file.read(1):
             raise _Unusable("it is damaged: it is too short, or too long")
-        if self._digest(text) != digest:
+        if digest_of(text, [read]) != digest:
             raise _Unusable("it is damaged: its digest does not match")
-        total = _total(state)
+        total = totals_of(state)
         positions = [p for group in (*total.done, *total.remaining, total.refused) for p in group]
         if sorted(positions) != sorted(self._window.positions):
             raise _Unusable("it holds other examples")
         self._begun_at = state["begun_at"]
+        self._content.take(plain, read)
         passed = max(self._spool.wall_clock() - self._begun_at, state["worked_seconds"])
         self.start_seconds -= passed
         return total
@@ -200,17 +223,19 @@ class SpooledWindow:
         self._next_at = end + max(self._spool.every_seconds, (end - now) / self._spool.max_share)
 
     def _write(self, total: WindowSum, *, worked_seconds: float) -> None:
-        path, vector = self._spool.path, self._vector()
+        path, tensors = self._spool.path, self._content.tensors()
         text = json.dumps(
             {
                 "belongs": {**self._belongs(), "model": self._model()},
                 "begun_at": self._begun_at,
                 "worked_seconds": worked_seconds,
-                **_state(total),
+                "content": self._content.plain(),
+                **plain_totals(total),
             }
         )
-        metadata = {"state": text, "sha256": self._digest(text)}
-        shape = {"dtype": "F32", "shape": [len(vector) // 4], "data_offsets": [0, len(vector)]}
+        metadata = {"state": text, "sha256": digest_of(text, tensors)}
+        length = sum(tensor.numel() for tensor in tensors)
+        shape = {"dtype": "F32", "shape": [length], "data_offsets": [0, 4 * length]}
         header = json.dumps({"__metadata__": metadata, VECTOR: shape}).encode()
         header += b" " * (-len(header) % 8)
         make_private_folder(path.parent)
@@ -218,7 +243,8 @@ class SpooledWindow:
         # Written by hand: the safetensors library would copy the vector.
         with atomic_writer(path, mode=OWNER_ONLY) as part, part.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            file.write(vector)
+            for tensor in tensors:
+                file.write(bytes_of(tensor))
 
     # The window that the file belongs to.
 
@@ -235,54 +261,15 @@ class SpooledWindow:
             "plan": hashlib.sha256(plan.model_dump_json().encode()).hexdigest(),
         }
 
+    def note_model(self) -> None:
+        """Take the model's digest now: local steps will change the model."""
+        self._model()
+
     def _model(self) -> str:
-        """Return the model's digest; the model does not change within a window."""
+        """Return the digest of the model that the window began with."""
         if self._image_digest is None:
             image = self._context.image
             digest = hashlib.sha256(image.digest)
             digest.update(image.local_L.numpy().data)
             self._image_digest = digest.hexdigest()
         return self._image_digest
-
-    def _vector(self) -> memoryview:
-        return self._context.accumulator.memory.numpy().data.cast("B")
-
-    def _digest(self, state: str) -> str:
-        digest = hashlib.sha256(state.encode())
-        digest.update(self._vector())
-        return digest.hexdigest()
-
-
-# The keys of the file's state; they stay the same from version to version.
-
-
-def _state(total: WindowSum) -> dict[str, Any]:
-    """Return a window's totals as plain data; reading restores every float to the bit."""
-    return {
-        "loss_sum": total.loss_sum,
-        "weight": total.weight,
-        "metric_sums": total.metric_sums,
-        "steps": [asdict(step) for step in total.steps],
-        "taken": total.done,
-        "left": list(total.remaining),
-        "refused": total.refused,
-        "num_cut_smaller": total.num_reductions,
-        "micro_batch_size": total.micro_batch_size,
-    }
-
-
-def _total(state: Mapping[str, Any]) -> WindowSum:
-    done = [tuple(group) for group in state["taken"]]
-    return WindowSum(
-        loss_sum=state["loss_sum"],
-        weight=state["weight"],
-        num_examples=sum(map(len, done)),
-        metric_sums=state["metric_sums"],
-        steps=[Step(**step) for step in state["steps"]],
-        done=done,
-        remaining=deque(tuple(group) for group in state["left"]),
-        refused=state["refused"],
-        num_reductions=state["num_cut_smaller"],
-        micro_batch_size=state["micro_batch_size"],
-        needs_check=bool(done),
-    )

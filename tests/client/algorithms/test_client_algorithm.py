@@ -141,6 +141,18 @@ def test_a_sum_that_was_cut_off_goes_on_from_the_spool(tmp_path: Path) -> None:
     assert torch.equal(found.values_P, updated(ClippedUpdate(0.5)).values_P)
 
 
+def test_the_steps_of_an_algorithm_are_not_spooled_and_one_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, chosen = examples(12), plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
+    for _ in range(2):
+        spool = Spool(tmp_path, name="pi", run_id=1, every_seconds=0.0)
+        context = training_context(TwoLayers(), data)
+        sum_gradients(chosen, whole(data, 12), context, spool, FedProx())
+    assert not any(tmp_path.iterdir())
+    assert sum("not spooled" in text for text in caplog.messages) <= 1
+
+
 @pytest.mark.parametrize("algorithm", [FedProx(0.1), f"{EXTENSIONS}/fedprox.py:FedProx"])
 def test_a_run_resumes_to_the_same_bits(algorithm: Any, tmp_path: Path) -> None:
     def interrupt(row: RoundRow) -> None:

@@ -163,16 +163,6 @@ def test_a_stop_request_after_a_restart_sends_the_spooled_sum(tmp_path: Path) ->
     assert torch.equal(update.values_P, done(device(), plan(12, 4)).values_P)
 
 
-def test_local_steps_are_not_spooled_and_one_warning_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen = plan(12, 4, local_steps=3, local_learning_rate=2.0**-6)
-    for _ in range(2):
-        done(device(), chosen, spool(tmp_path))
-    assert not any(tmp_path.iterdir())
-    assert sum("not spooled" in text for text in caplog.messages) <= 1
-
-
 def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
     home = Trainer("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
     kept = spool(tmp_path)
