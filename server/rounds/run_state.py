@@ -19,6 +19,7 @@ from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm
+from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example
@@ -91,6 +92,9 @@ class Training:
             max_weight_per_example=self.max_weight_per_example,
             local=local_round(settings, num_parameters=self.image.layout.num_parameters),
         )
+        if self.target.local is not None and settings.algorithm.name is None:
+            terms = settings.local.terms(settings.plan)
+            local_optimizer(terms, self.image.trainable(), rate=settings.local.rate)  # or refuse it
         self.planner = RoundPlanner(
             settings,
             self.target,

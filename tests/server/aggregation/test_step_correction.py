@@ -1,0 +1,139 @@
+"""Devices that take unlike numbers of local steps: plain averages go astray, corrected ones do not.
+
+Two devices with as many examples have the losses x^2 / 2 and (x - 1)^2 / 2, whose sum is smallest
+at one half. One device takes two steps in a round, the other ten. A step of rate r multiplies the
+distance to a device's own optimum by 1 - r; so H steps move the model by s(H) = 1 - (1 - r)^H of
+it, and the rounds end where the two moves cancel: at s(10) / (s(2) + s(10)) for plain averages
+(Wang et al. 2020, theorem 1), and at the same with s(H) / H for corrected ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from headwater.client.training.context import TrainingContext
+from headwater.common.messages import Plan
+from headwater.common.optimizers.local_optimizer import path_length
+from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.aggregation.step_correction import correct_steps, mean_path_length
+from tests.tasks import Given
+from tests.training_contexts import plan, trained, training_context
+
+RATE, NUM_EXAMPLES = 0.01, 20
+STEPS = {"few": 2, "many": 10}
+CENTRES = {"few": 0.0, "many": 1.0}
+OPTIMUM = 0.5
+
+
+def squared_distance(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+    (centre_B,) = batch
+    x = next(model.parameters()).sum()
+    return (x - centre_B).square().sum() / 2, len(centre_B)
+
+
+def device(name: str) -> TrainingContext:
+    def model() -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    data = TensorDataset(torch.full((NUM_EXAMPLES,), CENTRES[name]))
+    return training_context(Given(squared_distance, model), data)
+
+
+def plans_of(terms: LocalTerms) -> dict[str, Plan]:
+    return {
+        name: plan(
+            NUM_EXAMPLES, NUM_EXAMPLES, local_steps=number, local_learning_rate=RATE, local=terms
+        )
+        for name, number in STEPS.items()
+    }
+
+
+def end_of_rounds(terms: LocalTerms, *, num_rounds: int = 120) -> float:
+    """Return where the rounds end that begin at the optimum of the sum."""
+    devices, plans = {name: device(name) for name in STEPS}, plans_of(terms)
+    model_P = torch.full((1,), OPTIMUM)
+    for _ in range(num_rounds):
+        reports, sum_P, weight = {}, torch.zeros(1), 0
+        for name, context in devices.items():
+            context.image.values_P.copy_(model_P)
+            update = trained(context, plans[name])
+            reports[name] = update.report
+            sum_P += update.values_P
+            weight += update.report.weight
+        done = RoundSum(
+            names=tuple(STEPS),
+            mean_P=sum_P / weight,
+            weight=weight,
+            num_examples=weight,
+            summed_weight=weight,
+            loss_sum=0.0,
+            metric_sums={},
+            noise=None,
+        )
+        correct_steps(done, plans, reports)
+        model_P -= done.mean_P
+    return model_P.item()
+
+
+def moved(number: int) -> float:
+    return 1 - (1 - RATE) ** number
+
+
+def test_plain_averages_of_unequal_steps_converge_to_a_wrong_point() -> None:
+    expected = moved(10) / (moved(2) + moved(10))
+    assert expected > OPTIMUM + 0.3
+    assert end_of_rounds(LocalTerms()) == pytest.approx(expected, abs=1e-3)
+
+
+def test_corrected_averages_of_unequal_steps_converge_to_the_optimum() -> None:
+    few, many = moved(2) / 2, moved(10) / 10
+    found = end_of_rounds(LocalTerms(is_normalized=True))
+    assert found == pytest.approx(many / (few + many), abs=1e-3)
+    # What is left is the drift within a round, of the order of the rate times the steps.
+    assert abs(found - OPTIMUM) <= RATE * max(STEPS.values()) / 4
+
+
+def test_with_equal_steps_the_correction_changes_nothing() -> None:
+    terms = LocalTerms(is_normalized=True)
+    equal = {
+        name: one.model_copy(update={"local_steps": 4}) for name, one in plans_of(terms).items()
+    }
+    assert mean_path_length(equal, equal, {}) == path_length(terms, 4, rate=RATE) == 4.0
+
+
+def test_a_device_counts_with_the_steps_that_it_took_and_at_most_its_plan_s() -> None:
+    plans = plans_of(LocalTerms(is_normalized=True))
+    report = trained(device("many"), plans["many"]).report
+    took_four, claims_more = (
+        report.model_copy(update={"local_steps": number}) for number in (4, 2**50)
+    )
+    assert mean_path_length(plans, ["many"], {"many": took_four}) == 4
+    assert mean_path_length(plans, ["many"], {"many": claims_more}) == STEPS["many"]
+    assert mean_path_length(plans, ["few", "many"], {"many": took_four}) == (2 + 4) / 2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("number", [1, 3, 10])
+def test_momentum_makes_the_path_longer_by_the_papers_formula(momentum: float, number: int) -> None:
+    # Wang et al. 2020, section 3.2: |a| = (H - m (1 - m^H) / (1 - m)) / (1 - m).
+    expected = (number - momentum * (1 - momentum**number) / (1 - momentum)) / (1 - momentum)
+    terms = LocalTerms(arguments={"momentum": momentum})
+    assert path_length(terms, number, rate=RATE) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_proximal_term_makes_the_path_shorter_by_the_papers_formula() -> None:
+    # The gradient of step k is multiplied by (1 - rate mu) in each of the H - k steps after it.
+    mu, number = 2.0, 7
+    expected = sum((1 - RATE * mu) ** step for step in range(number))
+    found = path_length(LocalTerms(proximal=mu), number, rate=RATE)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_adam_s_path_is_its_number_of_steps() -> None:
+    assert path_length(LocalTerms(optimizer="adam"), 9, rate=RATE) == pytest.approx(9, rel=1e-6)
