@@ -204,9 +204,11 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
 
     from headwater.client.enrolment.signing_identity import check_enrolment
     from headwater.common.system.command_line import check_addresses
+    from headwater.common.transport.tls import split_addresses
 
     device = settings.client
-    credentials = check_addresses(settings, device.server, metrics=device.metrics)
+    addresses = split_addresses(device.server)
+    credentials = check_addresses(settings, *addresses, metrics=device.metrics)
     trainer, identity = _open(settings)
     check_enrolment(settings.secure, identity.name)
     # Before the check, which foresees the memory of training from what the process holds by then.
@@ -229,7 +231,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     node = Node(own_app, trainer, identity, settings, device.state_folder)
     connection = Connection(
         node,
-        device.server,
+        addresses,
         renewal=renewal,
         availability=availability_of(device, identity.name, trainer.image.layout),
         patience_seconds=math.inf if device.stay else device.patience_seconds,

@@ -441,6 +441,12 @@ class CheckpointCorrupt(StateError):
 class CheckpointFailed(StateError):
     """The checkpoint cannot be written; the previous one is untouched."""
     remedy = "free space under --out and go on with --resume: the last committed round is kept"
+class TermEnded(StateError):
+    """This server may no longer serve its run: another one does, or may by now."""
+    remedy = (
+        "nothing that was acknowledged is lost: the run continues on the other server. Start this "
+        "one again with --standby"
+    )
 
 # The run or a process ends. ---------------------------------------------------------------------
 
@@ -471,6 +477,9 @@ class WorkerDied(HeadwaterError):
 class ConnectionLost(HeadwaterError):
     """The other side cannot be reached."""
     remedy = "check the address and that the server runs"
+class OlderTerm(ConnectionLost):
+    """The server's term has ended: the device has met a later server of the same run."""
+    remedy = "the device tries the next address of --server; end the server of the older term"
 class EnrolmentClosed(ConnectionLost):
     """No server listens at the enrolment port."""
     remedy = (

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from headwater.common.errors import SettingsError
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.settings.sources import default_out
@@ -93,6 +94,11 @@ def serve(
     with caller_state(is_silent=not progress), run_scope(call.objects):
         chosen = call.settings()
         chosen = chosen.model_copy(update={"out": chosen.out or default_out(chosen)})
+        if chosen.standby.shared_state is not None:
+            raise SettingsError(
+                "serve() in Python shares its run with no standby",
+                remedy="leave shared_state out, or start the command headwater-server",
+            )
         listen, metrics = chosen.server.listen, chosen.server.metrics
         credentials = check_addresses(chosen, listen, metrics=metrics)
         recorder = RunRecorder()

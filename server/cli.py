@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from headwater.common.settings.fields import SERVER
 from headwater.common.settings.flags import PlainCommand
 from headwater.common.system.command_line import (
     Config,
@@ -27,6 +29,14 @@ RunFolder = Annotated[
 CertificateFolder = Annotated[
     Path, typer.Option("--folder", metavar="DIR", help="The folder that `init` makes.")
 ]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby",
+        help="Wait until no other server serves the run in --shared-state, then continue it.",
+        rich_help_panel=SERVER,
+    ),
+]
 DeviceName = Annotated[str, typer.Argument(metavar="NAME")]
 CERTIFICATES = Path("certs")
 
@@ -36,6 +46,7 @@ def serve(
     context: typer.Context,
     config: Config = None,
     resume: Resume = False,
+    standby: Standby = False,
     log_format: LogFormat = None,
     verbose: Verbose = False,
 ) -> None:
@@ -49,9 +60,18 @@ def serve(
     """
     if context.invoked_subcommand is not None:
         return
-    settings = read_settings(context, config, resume=resume, verbose=verbose, log_format=log_format)
-    listen, metrics = settings.server.listen, settings.server.metrics
-    credentials = check_addresses(settings, listen, metrics=metrics)
+    given = partial(read_settings, context, config, verbose=verbose, log_format=log_format)
+    settings, shared = given(resume=resume and not standby), None
+    if standby or settings.standby.shared_state is not None:
+        from headwater.server.standby.shared_run import open_run
+
+        shared = open_run(settings, given, is_standby=standby, resume=resume)
+        if shared is None:
+            return
+        if shared.holds_run:
+            settings, resume = given(resume=True), True
+    listen = settings.server.listen
+    credentials = check_addresses(settings, listen, metrics=settings.server.metrics)
     if settings.server.page is not None:
         from headwater.server.page.listen import check_page_address
 
@@ -63,7 +83,14 @@ def serve(
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     print_settings(settings, where=listen)
     with show_progress(settings) as (on_round, observer):
-        serve_run(settings, credentials, on_round=on_round, resume=resume, observer=observer)
+        serve_run(
+            settings,
+            credentials,
+            on_round=on_round,
+            resume=resume,
+            observer=observer,
+            shared=shared,
+        )
     print_result(settings)
 
 

@@ -25,6 +25,7 @@ from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
+from headwater.server.standby.shared_run import SharedRun
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 
@@ -46,11 +47,13 @@ def serve_run(
     make_grid: MakeGrid = grpc_grid,
     command: str = SERVER,
     long_wait_advice: str = LONG_WAIT_ADVICE,
+    shared: SharedRun | None = None,
 ) -> None:
     """Load the run, listen, run all rounds with the connected devices, then dismiss the devices.
 
     ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
-    warning about a round that waits long for a device.
+    warning about a round that waits long for a device. ``shared`` is the run's term if a standby
+    follows it.
 
     After a KeyboardInterrupt or an error of settings or disk, the streams are closed without a
     goodbye: the devices keep trying to connect and continue when the server is back. A finished or
@@ -71,6 +74,7 @@ def serve_run(
     servicer = Servicer(
         settings.server.listen,
         run_id=run_id,
+        term=0 if shared is None else shared.term,
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
@@ -79,6 +83,8 @@ def serve_run(
         verifier=CertificateVerifier.of(settings.tls, credentials),
     )
     with ExitStack() as stack:
+        if shared is not None:
+            stack.enter_context(shared.serving())
         stack.callback(servicer.close)
         control = None
         if folder is not None:
@@ -99,11 +105,16 @@ def serve_run(
             control.start(info)
         grid = make_grid(servicer, (lambda: True) if control is None else control.may_begin)
         grid.enter_run(run_id)
+        if shared is not None:
+            grid.check_term = shared.check
+            loaded.training.share(shared.publish)
         observers = Observers(own_observer, observer)
         app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
         if control is not None and control.is_draining and control.round < settings.rounds:
+            if shared is not None:
+                shared.is_drained = True
             console.print(
                 f"drained after round {control.round} of {settings.rounds}; continue with: "
                 f"{command} --resume --out {settings.out}",

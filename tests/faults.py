@@ -8,12 +8,15 @@ what a plan says, ``tests.chaos.deaths`` to a process, ``tests.chaos.runner`` to
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Way = Literal["up", "down"]
 Side = Literal["server", "client"]
+Failure = Literal["killed", "parted", "stopped"]
+"""parted: from the devices and from the shared state. stopped: it continues when it is too late."""
 WhatHappens = Literal["cut", "truncate", "corrupt", "stall", "part"]
 
 
@@ -70,6 +73,8 @@ class Death:
     point: str
     call: int = 1
     after_bytes: int | None = None
+    number: signal.Signals = signal.SIGKILL
+    """SIGSTOP: it stands still there until it gets SIGCONT."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +116,7 @@ class FaultPlan:
     clock_seconds: tuple[tuple[Side, float], ...] = ()
     num_gone: int = 0
     is_upgraded: bool = False
+    failures: tuple[Failure, ...] = ()
     drops: tuple[Drop, ...] = ()
     lies: tuple[Lie, ...] = ()
 
@@ -203,6 +209,10 @@ class FaultPlan:
     def upgrade(self) -> FaultPlan:
         """End the device in mid-round as systemd does, and start another version in its place."""
         return replace(self, is_upgraded=True)
+
+    def fail_over(self, *failures: Failure) -> FaultPlan:
+        """Let the serving server fail so many times, each time with a standby behind it."""
+        return replace(self, failures=failures)
 
     # Of a secure session.
 

@@ -23,7 +23,14 @@ from headwater.client.operations.counters import Counters
 from headwater.client.secagg.pending import pending_in
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.errors import CorruptUpdate, HeadwaterError, StateError, error_of, travelling
+from headwater.common.errors import (
+    CorruptUpdate,
+    HeadwaterError,
+    OlderTerm,
+    StateError,
+    error_of,
+    travelling,
+)
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import ReadyReport, UpdateReport
@@ -79,13 +86,17 @@ class Node:
         self._file: StateFile | None = None
         self._pending = pending_in(trainer.accumulator)
 
-    def enter(self, run_id: int) -> None:
+    def enter(self, run_id: int, *, term: int = 0) -> None:
         """Join a run, with the entries of its state file, if there is one.
 
+        ``term`` is the server's; a later one than the file has is on disk when this returns.
+
         Raises:
-            StateError: the state file cannot be read.
+            StateError: the state file cannot be read, or the new term cannot be written.
+            OlderTerm: the device has met a server of a later term.
         """
         if self._context is not None and self._context.run_id == run_id:
+            self._follow_term(term)
             return
         self.leave()
         enter_run(run_id)
@@ -99,6 +110,17 @@ class Node:
         self._file = StateFile(self._state_folder / f"{self.name}-{run_id}.json")
         for name, plain in self._file.read().items():
             records.save_state(self._context, name, plain)
+        self._follow_term(term)
+
+    def _follow_term(self, term: int) -> None:
+        assert self._file is not None
+        met = self._file.term
+        if term < met:
+            raise OlderTerm(
+                f"the server has term {term} of the run, and this device has met term {met}"
+            )
+        if term > met:
+            self._file.write_term(term)
 
     def leave(self) -> None:
         """Leave the run: erase what its secure sessions left in memory."""

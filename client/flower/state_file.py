@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder,
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
-REPEATS = "repeats"
+REPEATS, TERM = "repeats", "term"
 """The entries' names in the context and in the file."""
 
 STATE = "state"
@@ -63,11 +64,17 @@ def read_speed(plain: Plain | None) -> Line | None:
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
 
 
+def read_term(plain: Plain) -> int:
+    """Return the latest term of the run's servers that the device has met."""
+    return int(plain["number"])
+
+
 READERS: Mapping[str, Callable[[Plain], object]] = {
     SAMPLER: read_sampler,
     SECURE: read_record,
     SPEED: read_speed,
     REPEATS: PlanRepeats.of,
+    TERM: read_term,
 }
 _REMOVED = ("masked_pace",)  # in files of earlier versions
 
@@ -78,9 +85,10 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: dict[str, Any] = {}
+        self._lock = threading.Lock()
 
     def read(self) -> dict[str, Any]:
-        """Return the entries; empty if there is no file.
+        """Return the entries but for the term; empty if there is no file.
 
         Raises:
             StateError: the file cannot be read, or an entry is not valid.
@@ -100,7 +108,12 @@ class StateFile:
                 "longer knows which of its updates were masked",
             ) from error
         self._written = entries
-        return dict(entries)
+        return {name: plain for name, plain in entries.items() if name != TERM}
+
+    @property
+    def term(self) -> int:
+        """The latest term of the run's servers in the file; 0 if none had one."""
+        return read_term(self._written.get(TERM, {"number": 0}))
 
     def write(self, entries: Mapping[str, Any]) -> None:
         """Write the entries and force them to disk, unless the file has them already.
@@ -108,6 +121,22 @@ class StateFile:
         Raises:
             StateError: they could not be written; the previous file is intact.
         """
+        with self._lock:
+            own = {TERM: self._written[TERM]} if TERM in self._written else {}
+            self._replace({**entries, **own})
+
+    def write_term(self, term: int) -> None:
+        """Write a later term, and leave the other entries as they are in the file.
+
+        The thread of an instruction may be about to write those.
+
+        Raises:
+            StateError: see ``write``.
+        """
+        with self._lock:
+            self._replace({**self._written, TERM: {"number": term}})
+
+    def _replace(self, entries: Mapping[str, Any]) -> None:
         if entries == self._written:
             return
         try:

@@ -18,7 +18,12 @@ from headwater.client.operations.findings import Finding, fault, fault_of, good,
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.certificates import common_name_in
-from headwater.common.transport.tls import check_address, read_credentials, split_address
+from headwater.common.transport.tls import (
+    check_address,
+    read_credentials,
+    split_address,
+    split_addresses,
+)
 
 RENEW_DAYS = 30
 CONNECT_SECONDS = 10.0
@@ -31,32 +36,47 @@ def check_connection(settings: Settings) -> Iterator[Finding]:
     name = client.name or host_name()
     try:
         credentials = read_credentials(settings.tls)
-        check_address(
-            client.server, has_tls=credentials is not None, is_allowed=settings.plain_text
-        )
+        addresses = split_addresses(client.server)
+        for address in addresses:
+            check_address(address, has_tls=credentials is not None, is_allowed=settings.plain_text)
         check_enrolment(settings.secure, name)
-        host, port = split_address(client.server)
     except HeadwaterError as error:
         yield fault_of("TLS", error)
         return
     if credentials is not None:
         yield check_certificate(credentials.leaf, name, dt.datetime.now(dt.UTC))
+    found = [
+        list(check_server(address, settings, has_tls=credentials is not None))
+        for address in addresses
+    ]
+    for findings in found:
+        one = findings[0]
+        if one.grade == "fault" and any(others[0].grade != "fault" for others in found):
+            # A standby opens its port when it takes over.
+            yield note(one.topic, one.text, "no fault if that is the standby, which waits")
+        else:
+            yield from findings
+
+
+def check_server(address: str, settings: Settings, *, has_tls: bool) -> Iterator[Finding]:
+    """Yield whether one server answers, and its handshake succeeds."""
+    host, port = split_address(address)
     start = time.monotonic()
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS) as plain:
             seconds = time.monotonic() - start
-            answers = f"{client.server} answers in {1e3 * seconds:.0f} ms"
+            answers = f"{address} answers in {1e3 * seconds:.0f} ms"
             yield (
                 good("link", answers)
                 if seconds <= SLOW_LINK_SECONDS
                 else note("link", answers, "a slow link: updates take long; see docs/install.md")
             )
-            if credentials is not None:
+            if has_tls:
                 yield check_handshake(plain, host, settings)
     except OSError as error:
         yield fault(
             "link",
-            f"{client.server} cannot be reached: {error.strerror or error}",
+            f"{address} cannot be reached: {error.strerror or error}",
             "check the address, that the server runs, and the firewalls in between",
         )
 

@@ -1,7 +1,8 @@
 """Keeps a device connected to its server, and reconnects after every failure of the network.
 
-The connection is outbound. A broken one is replaced until the server could not be reached for the
-client's patience. The exchange (``client.transport.exchange``) continues in the meantime.
+The connection is outbound. A broken one is replaced, by the next of the servers' addresses if there
+are several, until none could be reached for the client's patience. The exchange
+(``client.transport.exchange``) continues in the meantime.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -26,9 +29,9 @@ from headwater.client.transport.retries import (
 )
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.client.transport.upload import StreamBroken
-from headwater.common.errors import ProtocolMismatch
+from headwater.common.errors import OlderTerm, ProtocolMismatch
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
-from headwater.common.transport.limits import CHANNEL_OPTIONS, PROTOCOL_VERSION, STREAM_METHOD
+from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
 if TYPE_CHECKING:
@@ -52,15 +55,18 @@ class Connection:
     def __init__(
         self,
         node: Node,
-        address: str,
+        addresses: Sequence[str],
         *,
         renewal: Renewal | None,
         availability: Availability,
         patience_seconds: float,
     ) -> None:
-        """``renewal`` has the TLS credentials; without it the connection is plain text."""
+        """Connect to the first address that serves the run, trying them in turn.
+
+        ``renewal`` has the TLS credentials; without it the connection is plain text.
+        """
         self._node = node
-        self._address = address
+        self._addresses = deque(addresses)
         self._renewal = renewal
         self._availability = availability
         self._patience_seconds = patience_seconds
@@ -69,6 +75,11 @@ class Connection:
         self._session = b""
         self._stream: ClientStream | None = None
         self._stopping = asyncio.Event()
+
+    @property
+    def _address(self) -> str:
+        """The server that the device is connected to, or tries next."""
+        return self._addresses[0]
 
     @property
     def name(self) -> str:
@@ -108,7 +119,7 @@ class Connection:
 
     async def _keep_connected(self) -> None:
         retries = RetryPolicy(
-            self._address, self._patience_seconds, has_tls=self._renewal is not None
+            self._addresses, self._patience_seconds, has_tls=self._renewal is not None
         )
         while True:
             if await self._stay_away():
@@ -128,6 +139,7 @@ class Connection:
                 hint = retries.hint(broken)
                 why = str(broken) if hint is None else f"{broken}; {hint}"
                 log.warning("%s: %s; trying again", self._address, why)
+                self._addresses.rotate(-1)
                 self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
                 await self._pause(seconds)
 
@@ -182,6 +194,8 @@ class Connection:
                 raise ConnectionBroken(
                     str(error) or "no answer", had_contact=stream.has_contact
                 ) from None
+            except OlderTerm as error:
+                raise ConnectionBroken(f"{error.code}: {error}", had_contact=False) from None
             except ModelBroken as error:
                 raise ConnectionBroken(
                     str(error), had_contact=stream.has_contact, is_corrupt=True
@@ -204,7 +218,7 @@ class Connection:
         )
 
     def _channel(self) -> Any:
-        options = list(CHANNEL_OPTIONS)
+        options = channel_options(has_standby=len(self._addresses) > 1)
         if self._renewal is None:
             return grpc.aio.insecure_channel(self._address, options=options)
         self._renewal.check()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 
 from headwater.common.errors import ConnectionLost, CorruptUpdate
 
 FIRST_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 30.0
+# With a standby, which may have taken over in the meantime.
+STANDBY_BACKOFF_SECONDS = 4.0
 # Corrupt models in a row: a flipped bit comes alone, a lying server repeats itself.
 MAX_CORRUPT_MODELS = 4
 # gRPC's words when a server that expects a TLS handshake ends a connection in plain text.
@@ -27,8 +30,12 @@ class ConnectionBroken(Exception):
 class RetryPolicy:
     """Decides how long to wait before the next connection, and when to give up."""
 
-    def __init__(self, address: str, patience_seconds: float, *, has_tls: bool) -> None:
-        self._address = address
+    def __init__(
+        self, addresses: Collection[str], patience_seconds: float, *, has_tls: bool
+    ) -> None:
+        self._address = " or ".join(addresses)
+        has_standby = len(addresses) > 1
+        self._max_backoff = STANDBY_BACKOFF_SECONDS if has_standby else MAX_BACKOFF_SECONDS
         self._patience_seconds = patience_seconds
         self._has_tls = has_tls
         self._num_corrupt = 0
@@ -41,6 +48,8 @@ class RetryPolicy:
 
     def wait_seconds(self, broken: ConnectionBroken) -> float:
         """Return a random wait; it doubles with each failure, up to ``MAX_BACKOFF_SECONDS``.
+
+        With several addresses it stays below ``STANDBY_BACKOFF_SECONDS``.
 
         A contact resets it, unless the model was corrupt: each such retry costs a whole model.
 
@@ -64,7 +73,7 @@ class RetryPolicy:
                 or f"check the address and that the server runs, {protection} as this device",
             ) from None
         seconds = min(self._backoff_seconds * random.uniform(0.5, 1.0), left_seconds)
-        self._backoff_seconds = min(self._backoff_seconds * 2, MAX_BACKOFF_SECONDS)
+        self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff)
         return seconds
 
     def hint(self, broken: ConnectionBroken) -> str | None:

@@ -84,15 +84,16 @@ class ClientStream:
 
         Raises:
             HeadwaterError: the server refused the client, or broke the protocol.
+            OlderTerm: the client has met a later server of this run.
             ModelBroken: a received model is not the announced one.
             AioRpcError, InvalidStateError, TimeoutError: the connection is lost.
         """
         async with asyncio.timeout(CONNECT_SECONDS):
             welcome = await self._say_hello(hello)
+        self.node.enter(welcome.run_id, term=welcome.term)
         if hello.session and hello.session != welcome.session:
             self.exchange.forget()  # another server, or one that gave this device up
         self.session = welcome.session
-        self.node.enter(welcome.run_id)
         self.node.counters.connected()
         self.node.activity.enter(WAITING)
         log.info("connected to %s", self.address)

@@ -50,6 +50,8 @@ class HeadwaterGrid(Grid):
         self._run: Run | None = None
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while ``send_and_receive`` waits for replies, on its thread."""
+        self.check_term: Callable[[], None] = lambda: None
+        """Called like ``while_waiting``: raises an error if this server may no longer serve."""
 
     def set_run(self, run: Run) -> None:
         """Enter a run, which makes it possible to build messages."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from headwater.common.settings.fields import (
     DEVICE,
     RUN,
     Address,
+    Addresses,
     Branch,
     Bytes,
     Count,
@@ -19,6 +21,7 @@ from headwater.common.settings.fields import (
     Name,
     Part,
     Seconds,
+    Unit,
     setting,
 )
 
@@ -58,10 +61,27 @@ class ServerSettings(Branch):
     )
 
 
+class StandbySettings(Branch):
+    """A second server that continues the run if the first one fails (docs/operation.md)."""
+
+    shared_state: Annotated[str, Unit("DIR|FILE.py:CLASS")] | None = setting(
+        None,
+        "where this server and its standby share the run's state: a folder that both reach, or "
+        "your own store of files; each server has an --out of its own (docs/operation.md)",
+    )
+    term_seconds: Seconds = setting(
+        10.0, "a standby takes over when the serving server has not renewed its term for so long"
+    )
+
+
 class ClientSettings(Branch):
     """A device's own settings."""
 
-    server: Address = setting("127.0.0.1:8500", "address of the server", short=True)
+    server: Addresses = setting(
+        "127.0.0.1:8500",
+        "address of the server; with a standby A:PORT,B:PORT, which are tried in turn",
+        short=True,
+    )
     name: Name | None = setting(
         None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
     )

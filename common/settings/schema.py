@@ -41,7 +41,12 @@ from headwater.common.settings.fields import (
     branch,
     setting,
 )
-from headwater.common.settings.machines import ClientSettings, ServerSettings, TlsSettings
+from headwater.common.settings.machines import (
+    ClientSettings,
+    ServerSettings,
+    StandbySettings,
+    TlsSettings,
+)
 from headwater.common.settings.rounds import (
     AggregationSettings,
     AsynchronousSettings,
@@ -82,6 +87,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SimulationSettings",
+    "StandbySettings",
     "TlsSettings",
     "flattened",
 ]
@@ -166,6 +172,7 @@ class Settings(Branch):
     evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)
     tls: TlsSettings = branch(TlsSettings, TLS, on=f"server {DEVICE}")
     server: ServerSettings = branch(ServerSettings, SERVER, on="server")
+    standby: StandbySettings = branch(StandbySettings, SERVER, on="server")
     client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
     partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")
     simulation: SimulationSettings = branch(SimulationSettings, SIMULATION, on="simulate")

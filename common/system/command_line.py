@@ -101,7 +101,7 @@ def read_settings(
     return load_run(config, overrides(context) | fixed, resume=resume)
 
 
-def check_addresses(settings: Settings, address: str, *, metrics: str | None) -> Credentials | None:
+def check_addresses(settings: Settings, *addresses: str, metrics: str | None) -> Credentials | None:
     """Return this side's TLS files, if any; check that plain text stays on loopback.
 
     Raises:
@@ -112,7 +112,8 @@ def check_addresses(settings: Settings, address: str, *, metrics: str | None) ->
     from headwater.common.transport.tls import check_address, read_credentials
 
     credentials = read_credentials(settings.tls)
-    check_address(address, has_tls=credentials is not None, is_allowed=settings.plain_text)
+    for address in addresses:
+        check_address(address, has_tls=credentials is not None, is_allowed=settings.plain_text)
     if metrics is not None:
         from headwater.common.system.metrics_server import check_metrics_address
 

@@ -100,9 +100,23 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isdecimal() or int(port) > 65_535:
+    if not separator or not host or "," in host or not port.isdecimal() or int(port) > 65_535:
         raise SettingsError(f"expected HOST:PORT, found {address!r}")
     return host, int(port)
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """Split HOST:PORT,HOST:PORT at its commas; at least one address.
+
+    Raises:
+        SettingsError: one of them is not HOST:PORT, or is named twice.
+    """
+    addresses = tuple(part.strip() for part in text.split(","))
+    for address in addresses:
+        split_address(address)
+    if len(set(addresses)) < len(addresses):
+        raise SettingsError(f"an address is named twice in {text!r}", remedy="name each one once")
+    return addresses
 
 
 def is_loopback(host: str) -> bool:

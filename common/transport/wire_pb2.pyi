@@ -94,16 +94,18 @@ class ClientFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "session", "run_id", "has_displaced")
+    __slots__ = ("protocol_version", "session", "run_id", "has_displaced", "term")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_DISPLACED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     session: bytes
     run_id: int
     has_displaced: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ...) -> None: ...
+    term: int
+    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Instruction(_message.Message):
     __slots__ = ("message_id", "message_type", "head_json", "image_id", "frozen_id", "beside")

@@ -55,6 +55,7 @@ class GrpcGrid(HeadwaterGrid):
         return self._servicer.bytes_up, self._servicer.bytes_down
 
     def may_begin(self) -> bool:
+        self.check_term()
         return self._may_begin()
 
     def turn_seconds(self) -> float:
@@ -117,6 +118,7 @@ class GrpcGrid(HeadwaterGrid):
         try:
             while awaited:
                 if time.monotonic() >= next_look:
+                    self.check_term()
                     self.while_waiting()
                     next_look = time.monotonic() + LOOK_SECONDS
                 left = math.inf if end is None else max(end - time.monotonic(), 0.0)

@@ -86,6 +86,8 @@ class RunPrivacy:
             self._banded = self._open_banded(None, num_rounds=0)
         self._shares: Mapping[str, Share] = {}
         """The devices' parts of the current round."""
+        self.publish: Callable[[], None] = lambda: None
+        """Called when it is stored that a sum was opened, before the sum is used."""
 
     @property
     def epsilon(self) -> float:
@@ -331,4 +333,5 @@ class RunPrivacy:
             epochs=epochs,
             banded=None if self._banded is None else self._banded.to_json(),
         )
+        self.publish()
         self._accountant, self._epochs = after, epochs

@@ -42,6 +42,8 @@ class MaskedRounds:
     image: SentModel
     has_narrowed: bool = False
     """Whether the sums of the last round told more about which client masks false numbers."""
+    publish: Callable[[], None] = lambda: None
+    """Called when a session's number is stored, before it is used."""
     _encoding: EncodingState = field(default_factory=EncodingState)
     _suspicion: group_testing.Suspicion = field(default_factory=group_testing.Suspicion)
     _sessions: SessionNumbers | None = None
@@ -70,7 +72,7 @@ class MaskedRounds:
             metrics=opened.metrics,
         )
         if self._sessions is None:
-            self._sessions = SessionNumbers(self.settings.out, run_id=run_id)
+            self._sessions = SessionNumbers(self.settings.out, run_id=run_id, publish=self.publish)
         sessions = self._sessions
         rotation_seed = os.urandom(32)
         groups = group_testing.groups(

@@ -14,6 +14,7 @@ from headwater.common.errors import (
     HeadwaterError,
     RoundAborted,
     TaskError,
+    TermEnded,
 )
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
@@ -81,10 +82,12 @@ def run(
             if resume:
                 observer.resumed(training.round, training.changed)
             save_best(folder, training)  # a kill may have come between checkpoint and best model
+            training.publish()
         _run_rounds(training, fleet, on_round, observer, run_round or synchronous_round)
     except BaseException as ended_by:
         try:
-            if folder is not None:
+            # After its term another server has the run, and this folder may hold a stray round.
+            if folder is not None and not isinstance(ended_by, TermEnded):
                 step_back(training, folder)
                 save_last(folder, training)
         except HeadwaterError as error:
@@ -96,6 +99,7 @@ def run(
     else:
         if folder is not None:
             save_last(folder, training)
+            training.publish()
     finally:
         observer.ended()
 
@@ -142,6 +146,7 @@ def _run_rounds(
             if settings.out is not None:
                 save_checkpoint(training, fleet, settings.out)
                 save_best(settings.out, training)
+                training.publish()
             observer.on_round(row)
             on_round(row)
 

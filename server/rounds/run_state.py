@@ -117,6 +117,8 @@ class Training:
         self.selection = model_selection.ModelSelection()
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
+        self.publish: Callable[[], None] = lambda: None
+        """Commits what the run's folder holds, if a standby follows it (``share``)."""
         self.privacy: RunPrivacy | None = None
         """What the rounds' noise has spent; None if the rounds have none."""
         if settings.privacy.is_on:
@@ -129,6 +131,16 @@ class Training:
             return self.image
         self.broadcast.follow(self.round)
         return self.broadcast
+
+    def share(self, publish: Callable[[], None]) -> None:
+        """Call ``publish`` when the run's folder holds what must outlive this server.
+
+        That is after each checkpoint, and before a sum is used whose noise is spent by it, or a
+        secure session whose number may be used once.
+        """
+        self.publish = self.masked.publish = publish
+        if self.privacy is not None:
+            self.privacy.publish = publish
 
     def take_changed(self) -> dict[str, list[Any]]:
         """Return what changed when the run was resumed, for the first row after that alone."""

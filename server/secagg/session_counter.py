@@ -6,6 +6,7 @@ A device refuses a session number that it has seen, because its masks would repe
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from headwater.common.errors import CheckpointCorrupt, StateError
@@ -18,14 +19,19 @@ SESSION_FILE = "session.json"
 class SessionNumbers:
     """Issues session numbers; without a folder they are not stored."""
 
-    def __init__(self, folder: Path | None, *, run_id: int) -> None:
+    def __init__(
+        self, folder: Path | None, *, run_id: int, publish: Callable[[], None] = lambda: None
+    ) -> None:
         """Continue after the last number stored for this run, if any.
+
+        ``publish`` is called with each number, after it is stored and before it is used.
 
         Raises:
             CheckpointCorrupt: the file cannot be read.
         """
         self._path = None if folder is None else folder / SESSION_FILE
         self._run_id = run_id
+        self._publish = publish
         self._last: SessionNumber | None = None
         if self._path is not None and self._path.exists():
             try:
@@ -51,5 +57,6 @@ class SessionNumbers:
                 write_atomically(self._path, json.dumps(row).encode())
             except OSError as error:
                 raise StateError(f"cannot write {self._path}: {error.strerror}") from error
+            self._publish()
         self._last = number
         return number

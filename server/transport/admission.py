@@ -43,6 +43,7 @@ class Admission:
         connections: Connections,
         *,
         run_id: int,
+        term: int,
         has_tls: bool,
     ) -> None:
         self.is_paused = False
@@ -55,6 +56,7 @@ class Admission:
         """The layout's rows (``common.model.mismatch``), which the refusal shows to the device."""
         self._connections = connections
         self._run_id = run_id
+        self._term = term
         self._has_tls = has_tls
         self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
         self._rate_limit = RateLimit()
@@ -202,6 +204,7 @@ class Admission:
             session=session.token,
             run_id=self._run_id,
             has_displaced=has_displaced,
+            term=self._term,
         )
         self._connections.downloads.send(session, ServerFrame(welcome=welcome))
         session.record = self._connections.device_records.note_connected(session.name)

@@ -56,6 +56,7 @@ class Servicer:
         address: str,
         *,
         run_id: int,
+        term: int = 0,
         credentials: Credentials | None,
         staging_bytes: int,
         reconnect_seconds: float,
@@ -83,7 +84,7 @@ class Servicer:
             downloads=self._downloads,
         )
         self._admission = Admission(
-            self._connections, run_id=run_id, has_tls=credentials is not None
+            self._connections, run_id=run_id, term=term, has_tls=credentials is not None
         )
         self._streams = Streams(self._connections, self._admission)
         self._watchdog = Watchdog(

@@ -51,6 +51,7 @@ POINTS = {
     "before the checkpoint": _server("rounds.checkpoint:save"),
     "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
     "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
+    "before the shared commit": _server("standby.lease:Lease.commit"),
     "before its plan": _client("transport.exchange:Exchange.take_instruction"),
     "plan received": _client("flower.node:Node.answer"),
     "training": _client("training.window_sum:WindowSum.add"),
@@ -66,17 +67,30 @@ POINTS = {
 
 def arm(death: Death, trigger: Path) -> None:
     """Let this process die as it is told, once ``trigger`` is there."""
-    arm_at(POINTS[death.point], trigger, call=death.call, after_bytes=death.after_bytes)
+    arm_at(
+        POINTS[death.point],
+        trigger,
+        call=death.call,
+        after_bytes=death.after_bytes,
+        number=death.number,
+    )
 
 
-def arm_at(point: Point, trigger: Path, *, call: int = 1, after_bytes: int | None = None) -> None:
+def arm_at(
+    point: Point,
+    trigger: Path,
+    *,
+    call: int = 1,
+    after_bytes: int | None = None,
+    number: signal.Signals = signal.SIGKILL,
+) -> None:
     """Let this process die at a point, which need not be one of ``POINTS``."""
     module_name, _, path = point.target.partition(":")
     owner: Any = importlib.import_module(module_name)
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    dying = _dying(getattr(owner, name), _Calls(call, trigger), point, after_bytes)
+    dying = _dying(getattr(owner, name), _Calls(call, trigger), point, after_bytes, number)
     setattr(owner, name, dying)
 
 
@@ -93,7 +107,11 @@ class _Calls:
 
 
 def _dying(
-    whole: Callable[..., Any], calls: _Calls, point: Point, after_bytes: int | None
+    whole: Callable[..., Any],
+    calls: _Calls,
+    point: Point,
+    after_bytes: int | None,
+    number: signal.Signals,
 ) -> Callable[..., Any]:
     """Return the function as it is, but for one call."""
 
@@ -101,27 +119,27 @@ def _dying(
     def dying(*arguments: Any, **named: Any) -> Any:
         is_last = calls.is_last()
         if is_last and point.when == "before":
-            die()
+            die(number)
         done = whole(*arguments, **named)
         if is_last and point.when == "in":
             os.truncate(arguments[0], min(after_bytes or 0, arguments[0].stat().st_size))
         if is_last:
-            die()
+            die(number)
         return done
 
     @functools.wraps(whole)
     async def dying_later(*arguments: Any, **named: Any) -> Any:
         is_last = calls.is_last()
         if is_last and point.when == "before":
-            die()
+            die(number)
         done = await whole(*arguments, **named)
         if is_last:
-            die()
+            die(number)
         return done
 
     return dying_later if inspect.iscoroutinefunction(whole) else dying
 
 
-def die() -> None:
-    """End this process at once."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def die(number: signal.Signals = signal.SIGKILL) -> None:
+    """End this process at once, or stop it."""
+    os.kill(os.getpid(), number)

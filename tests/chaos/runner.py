@@ -129,7 +129,7 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
     begun = time.monotonic()
     with ExitStack() as stack:
         processes = stack.enter_context(Processes(folder))
-        trial = Trial(scenario, processes, stack)
+        trial = trial_of(scenario, processes, stack)
         before = trial.calm()
         trial.strike()
         after = trial.end()
@@ -146,6 +146,14 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
             before=before,
             after=after,
         )
+
+
+def trial_of(scenario: Scenario, processes: Processes, stack: ExitStack) -> Trial:
+    """Return the trial of a scenario: one server that comes back, or two."""
+    from tests.chaos.takeovers import TakeoverTrial  # which imports this module
+
+    kind = TakeoverTrial if scenario.plan.failures else Trial
+    return kind(scenario, processes, stack)
 
 
 class Trial:

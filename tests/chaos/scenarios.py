@@ -125,7 +125,7 @@ def death_scenarios() -> Iterator[Scenario]:
     """Yield SIGKILL of either side at each point of a round."""
     short = {"folded", "uploaded, not acknowledged"}
     for name, point in POINTS.items():
-        if name in WRITING:
+        if name in (*WRITING, *SHARED):
             continue
         yield Scenario(
             name=f"{point.side} killed: {name}",
@@ -143,6 +143,7 @@ def death_scenarios() -> Iterator[Scenario]:
     )
 
 
+SHARED = ("before the shared commit",)
 WRITING = ("in the checkpoint",)
 AMONG_CHUNKS = ("in mid-upload", "in its upload", "uploaded, not verified")
 # Counted from the round in which it goes wrong: K is 2, an update has 3 chunks and 2 receipts.
@@ -174,6 +175,11 @@ def machine_scenarios() -> Iterator[Scenario]:
     )
     yield Scenario(
         name="the device's disk full", plan=NONE.fill_disk("client"), needs="mount", may_lose=True
+    )
+    yield Scenario(
+        name="server killed, parted and stopped, with a standby",
+        plan=NONE.fail_over("killed", "parted", "stopped"),
+        is_short=True,
     )
     for seconds in (600, -600):
         way = "fast" if seconds > 0 else "slow"

@@ -78,7 +78,7 @@ def device(
     )
     return Connection(
         Node(own_app, trainer, identity, settings, folder),
-        f"127.0.0.1:{port}",
+        [f"127.0.0.1:{port}"],
         renewal=None,
         availability=absence,
         patience_seconds=60,

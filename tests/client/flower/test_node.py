@@ -11,7 +11,7 @@ import pytest
 from headwater.client.enrolment.signing_identity import make_identity
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.session import SecureSession
-from headwater.common.errors import SessionReplayed, StateError, UpdateNotHeld
+from headwater.common.errors import OlderTerm, SessionReplayed, StateError, UpdateNotHeld
 from headwater.common.flower import records
 from headwater.common.secagg.protocol import MaskRequest
 from tests.attacks.test_secagg_secrets import forms
@@ -286,3 +286,16 @@ def test_a_record_survives_the_context() -> None:
         "masked": None,
         "answered": None,
     }
+
+
+def test_a_device_that_has_met_a_later_server_refuses_an_older_one(tmp_path: Path) -> None:
+    device = NodeDevice(0, folder=tmp_path)
+    device.node.enter(RUN, term=2)
+    device.node.enter(RUN, term=2)
+    for term in (0, 1):
+        with pytest.raises(OlderTerm, match="has met term 2"):
+            device.node.enter(RUN, term=term)
+    device.node.enter(RUN + 1, term=1)  # another run
+    device.node.enter(RUN, term=3)
+    with pytest.raises(OlderTerm, match="term 0 of the run, and this device has met term 3"):
+        NodeDevice(0, folder=tmp_path)  # the device's process starts again

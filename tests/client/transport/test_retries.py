@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.client.transport.retries import ConnectionBroken, RetryPolicy
+from headwater.client.transport.retries import (
+    MAX_BACKOFF_SECONDS,
+    STANDBY_BACKOFF_SECONDS,
+    ConnectionBroken,
+    RetryPolicy,
+)
 from headwater.common.errors import ConnectionLost
 
 # The words of gRPC 1.81.
@@ -29,12 +34,25 @@ def test_a_client_that_differs_from_its_server_in_tls_is_told(
     text: str, has_tls: bool, hint: str | None
 ) -> None:
     broken = ConnectionBroken(text, had_contact=False)
-    retries = RetryPolicy("pi:1", 60.0, has_tls=has_tls)
+    retries = RetryPolicy(["pi:1"], 60.0, has_tls=has_tls)
     found = retries.hint(broken)
     assert (found or "").startswith(hint or "")
     assert (found is None) == (hint is None)
     assert retries.hint(ConnectionBroken(text, had_contact=True)) is None
-    impatient = RetryPolicy("pi:1", 0.0, has_tls=has_tls)
+    impatient = RetryPolicy(["pi:1"], 0.0, has_tls=has_tls)
     with pytest.raises(ConnectionLost) as lost:
         impatient.wait_seconds(broken)
     assert (hint or "check the address and that the server runs") in lost.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("addresses", "most"),
+    [(["pi:1"], MAX_BACKOFF_SECONDS), (["pi:1", "nas:1"], STANDBY_BACKOFF_SECONDS)],
+)
+def test_a_client_that_knows_a_standby_waits_for_seconds_only(
+    addresses: list[str], most: float
+) -> None:
+    retries = RetryPolicy(addresses, 1e6, has_tls=False)
+    broken = ConnectionBroken(TO_NOBODY, had_contact=False)
+    waits = [retries.wait_seconds(broken) for _ in range(20)]
+    assert most / 2 <= max(waits) <= most

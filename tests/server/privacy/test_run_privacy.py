@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, PrivacySpent, StateError
+from headwater.common.errors import CheckpointCorrupt, PrivacySpent, StateError, TermEnded
 from headwater.common.messages import Plan, Step, Update, UpdateReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import build_model
@@ -234,6 +234,24 @@ def test_a_sum_that_cannot_be_written_down_is_not_opened(tmp_path: Path) -> None
     with pytest.raises(StateError):
         privacy.add_noise(CohortSum(layout()), terms, **OF_ROUND)
     assert privacy.epsilon == 0
+
+
+def test_a_sum_whose_noise_the_standby_does_not_know_of_is_not_opened(tmp_path: Path) -> None:
+    """Whoever takes over must not spend what was spent already."""
+    privacy = RunPrivacy(settings(out=tmp_path), num_values=3)
+    terms = terms_of(privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED).values())
+
+    def publish() -> None:
+        assert spent_in(tmp_path) is not None
+        raise TermEnded("another server has the next term")
+
+    class Closed(CohortSum):
+        def add_integers(self, draw: Any) -> None:
+            pytest.fail("the sum got its noise, and would be used")
+
+    privacy.publish = publish
+    with pytest.raises(TermEnded):
+        privacy.add_noise(Closed(layout()), terms, **OF_ROUND)
 
 
 def test_another_process_goes_on_with_what_was_spent(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""A server's term of a shared run: taken, renewed in a thread, and checked by each commit.
+
+The thread replaces the record four times in ``term_seconds``. If it finds another holder, or cannot
+reach the store for ``term_seconds``, the term has ended: ``check`` raises, and so does each commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from headwater.common.errors import TermEnded
+from headwater.server.standby.state_store import StateStore
+from headwater.server.standby.term_record import NAME, TermRecord
+
+log = logging.getLogger(__name__)
+
+BEATS_PER_TERM = 4
+
+Change = Callable[[TermRecord], TermRecord]
+
+
+class Lease:
+    """This process's term, until it ends or is released."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        record: TermRecord,
+        version: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Hold the term whose record was just written; see ``take``."""
+        self.record = record
+        self._store = store
+        self._version = version
+        self._clock = clock
+        self._renewed_at = clock()
+        self._ended: TermEnded | None = None
+        self._lock = threading.Lock()
+        self._has_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="term", daemon=True)
+
+    @staticmethod
+    def take(
+        store: StateStore, before: TermRecord, version: str | None, *, term_seconds: float
+    ) -> Lease | None:
+        """Begin the next term; None if another server was faster, or the holder is alive.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        holder = f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(4)}"
+        record = before.taken_by(holder, term_seconds=term_seconds)
+        taken = store.write_if_unchanged(NAME, record.to_bytes(), version)
+        return None if taken is None else Lease(store, record, taken)
+
+    def start(self) -> None:
+        """Start to renew the term."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Check that this server may serve, as far as is known without asking the store.
+
+        Raises:
+            TermEnded: it may not.
+        """
+        if self._ended is not None:
+            raise self._ended
+
+    def commit(self, change: Change) -> None:
+        """Replace the record by a changed one; from then on the change counts, whatever happens.
+
+        Raises:
+            TermEnded: another server has a later term; nothing has changed.
+            OSError: the store cannot be reached; it may have changed all the same.
+        """
+        self.check()
+        self._replace(change)
+
+    def release(self, change: Change) -> None:
+        """Stop renewing, and write the record's last change if the term has not ended."""
+        self._has_stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._ended is not None:
+            return
+        try:
+            self._replace(change)
+        except (TermEnded, OSError) as error:
+            log.warning("term %d was not released: %s", self.record.term, error)
+
+    def _renew(self) -> None:
+        has_failed = False
+        while self._ended is None:
+            if self._has_stopped.wait(self.record.term_seconds / BEATS_PER_TERM):
+                return
+            try:
+                self._replace(lambda record: record)
+                has_failed = False
+            except TermEnded:
+                return
+            except OSError as error:
+                if not has_failed:
+                    log.warning("the shared state cannot be reached: %s", error)
+                has_failed = True
+                self._end_if_lapsed(error)
+
+    def _end_if_lapsed(self, error: OSError) -> None:
+        seconds = self._clock() - self._renewed_at
+        if seconds >= self.record.term_seconds:
+            self._ended = TermEnded(
+                f"term {self.record.term} could not be renewed for {seconds:.0f} s: the shared "
+                f"state cannot be reached: {error}"
+            )
+
+    def _replace(self, change: Change) -> None:
+        """Replace the record by compare and swap.
+
+        Raises:
+            TermEnded: it has changed.
+            OSError: the store cannot be reached.
+        """
+        with self._lock:
+            record = replace(change(self.record), beat=self.record.beat + 1)
+            begun_at = self._clock()
+            version = self._store.write_if_unchanged(NAME, record.to_bytes(), self._version)
+            if version is None:
+                version = self._version_if_own(record)
+            self.record, self._version, self._renewed_at = record, version, begun_at
+
+    def _version_if_own(self, record: TermRecord) -> str:
+        """Return the version if the record in the store is this term's own.
+
+        A store over a network may have written it although the answer was lost.
+
+        Raises:
+            TermEnded: it is not.
+        """
+        found = self._store.read(NAME)
+        there = TermRecord() if found is None else TermRecord.of(found[0])
+        if found is not None and (there.term, there.holder) == (record.term, record.holder):
+            if there == record:
+                return found[1]
+            # An earlier write, whose answer was lost: this one is still to come.
+            version = self._store.write_if_unchanged(NAME, record.to_bytes(), found[1])
+            if version is not None:
+                return version
+        self._ended = TermEnded(
+            f"term {record.term} of this server has ended: {there.holder} has term {there.term}"
+        )
+        raise self._ended

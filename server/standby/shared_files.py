@@ -1,0 +1,159 @@
+"""Which files of a run's folder are its state, and how they come into the store and out of it.
+
+All are, but for what a server makes for its own operator. A file is stored again when it was
+replaced; the log of rounds, which only grows, in pieces.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
+from headwater.server.operations import orders, run_lock, sqlite_history
+from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS
+from headwater.server.privacy.banded_noise import NOISE_FOLDER
+from headwater.server.standby.state_store import StateStore
+from headwater.server.standby.term_record import TermRecord
+
+# What belongs to one server: its lock, its operator's order, its history, and drawings that can be
+# made again. The history's names go on, as in history.sqlite-wal.
+OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, ROUNDS)
+PART = ".part"
+MAX_PIECES = 64
+
+_Stamp = tuple[int, int, int]
+
+
+class SharedFiles:
+    """The files of one server's folder, and which of them the store has."""
+
+    def __init__(self, store: StateStore, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+        # By name in the store: a file may be stored, and its record not be committed.
+        self._stamps: dict[str, _Stamp] = {}
+        self._log_ends: dict[str, tuple[int, int]] = {}  # inode, and bytes up to the piece's end
+        self._num_stored = 0
+
+    def upload(self, record: TermRecord) -> TermRecord:
+        """Store what has changed in the folder; return the record that names it.
+
+        Raises:
+            OSError: the folder or the store cannot be read or written.
+        """
+        files = {}
+        for path in self._paths():
+            name, stamp = path.relative_to(self._folder).as_posix(), _stamp(path)
+            stored = record.files.get(name, "")
+            if self._stamps.get(stored) != stamp:
+                stored = self._store_as(record.term, name, path)
+                self._stamps[stored] = stamp
+            files[name] = stored
+        kept = {*files.values(), *record.files.values()}  # this record may not be committed
+        self._stamps = {name: stamp for name, stamp in self._stamps.items() if name in kept}
+        return self._upload_log(replace(record, files=files))
+
+    def download(self, record: TermRecord) -> None:
+        """Make the folder's state that of the record.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._paths():
+            if path.relative_to(self._folder).as_posix() not in record.files:
+                path.unlink()
+        for name, stored in record.files.items():
+            path = self._folder / name
+            if path.parent != self._folder:
+                make_private_folder(path.parent)
+            self._take(stored, path)
+            self._stamps[stored] = _stamp(path)
+        if record.log_pieces:
+            whole, piece = self._part(ROUNDS), self._part("piece")
+            with whole.open("wb") as file:
+                for stored in record.log_pieces:
+                    self._store.download(stored, piece)
+                    with piece.open("rb") as source:
+                        shutil.copyfileobj(source, file)
+            piece.unlink()
+            whole.replace(self._folder / ROUNDS)
+
+    def forget(self, before: TermRecord, after: TermRecord) -> None:
+        """Remove from the store what the record names no longer.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        kept = {*after.files.values(), *after.log_pieces}
+        for stored in {*before.files.values(), *before.log_pieces} - kept:
+            self._store.remove(stored)
+
+    def forget_strangers(self, record: TermRecord) -> None:
+        """Remove what servers of earlier terms have stored and never committed.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        kept = {*record.files.values(), *record.log_pieces}
+        for stored in self._store.stored():
+            term = stored.partition("-")[0]
+            if stored not in kept and term.isdecimal() and int(term) < record.term:
+                self._store.remove(stored)
+
+    def _paths(self) -> list[Path]:
+        return sorted(
+            path
+            for path in self._folder.rglob("*")
+            if path.is_file()
+            and not path.relative_to(self._folder).parts[0].startswith(OWN)
+            and not path.name.endswith(PART)
+        )
+
+    def _take(self, stored: str, path: Path) -> None:
+        """Download a file; it has its name when it is whole."""
+        part = self._part(path.name)
+        part.unlink(missing_ok=True)
+        self._store.download(stored, part)
+        if path.parent.name == NOISE_FOLDER:
+            part.chmod(OWNER_ONLY)
+        part.replace(path)
+
+    def _part(self, name: str) -> Path:
+        return self._folder / f"{name}.shared{PART}"
+
+    def _upload_log(self, record: TermRecord) -> TermRecord:
+        """Store what was appended to the log, or all of it if it is another file than before."""
+        path = self._folder / ROUNDS
+        if not path.exists():
+            return replace(record, log_pieces=())
+        found, pieces = path.stat(), record.log_pieces
+        inode, begin = self._log_ends.get(pieces[-1], (0, 0)) if pieces else (0, 0)
+        if inode != found.st_ino or found.st_size < begin or len(pieces) >= MAX_PIECES:
+            begin, pieces = 0, ()
+        if begin < found.st_size:
+            piece = self._part("piece")
+            with path.open("rb") as file:
+                file.seek(begin)
+                piece.write_bytes(file.read(found.st_size - begin))
+            stored = self._store_as(record.term, ROUNDS, piece)
+            piece.unlink()
+            pieces = (*pieces, stored)
+            ends = {**self._log_ends, stored: (found.st_ino, found.st_size)}
+            kept = {*pieces, *record.log_pieces}  # this record may not be committed
+            self._log_ends = {name: end for name, end in ends.items() if name in kept}
+        return replace(record, log_pieces=pieces)
+
+    def _store_as(self, term: int, name: str, path: Path) -> str:
+        """Store a file under a name that was never used, and return it."""
+        self._num_stored += 1
+        stored = f"{term}-{self._num_stored}-{name.replace('/', '-')}"
+        self._store.upload(stored, path)
+        return stored
+
+
+def _stamp(path: Path) -> _Stamp:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns

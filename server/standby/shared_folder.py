@@ -1,0 +1,112 @@
+"""A shared folder as the store of a run's state: on one machine, or on a network's file system.
+
+A small file NAME is kept as NAME.00000001, NAME.00000002, ...: the highest number is its content.
+Replacing it means to link a complete file to the next number, which fails if that exists (link(2)
+is atomic on local disks and over NFS). So two writers never both succeed, and no lock is held that
+a stopped process could keep. The last ``NUM_KEPT`` numbers stay, so that a writer that was stopped
+for long, and links to a number that was removed meanwhile, finds a higher one afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
+
+NUM_KEPT = 8
+DIGITS = 12
+NEW = ".new-"
+FILES = "files"
+
+
+class SharedFolder:
+    """A store in a folder that all servers of the run reach; only its owner may read it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Return the content and number of a small file; None if there is none."""
+        while True:
+            numbers = self._numbers(name)
+            if not numbers:
+                return None
+            # Otherwise it was removed since it was listed, and there are higher ones.
+            with contextlib.suppress(FileNotFoundError):
+                content = self._path(name, numbers[-1]).read_bytes()
+                return content, str(numbers[-1])
+
+    def write_if_unchanged(self, name: str, content: bytes, version: str | None) -> str | None:
+        """Link the content to the next number; None if that, or a higher one, exists."""
+        number = int(version or 0) + 1
+        make_private_folder(self._folder)
+        new = self._folder / f"{NEW}{secrets.token_hex(8)}"
+        try:
+            _write(new, content)
+            try:
+                os.link(new, self._path(name, number))
+            except FileExistsError:
+                return None
+        finally:
+            new.unlink(missing_ok=True)
+        numbers = self._numbers(name)
+        if numbers[-1] > number:
+            return None
+        for old in numbers[:-NUM_KEPT]:
+            self._path(name, old).unlink(missing_ok=True)
+        return str(number)
+
+    def upload(self, name: str, file: Path) -> None:
+        """Copy a file, and force it to disk before it has its name."""
+        make_private_folder(self._folder)
+        make_private_folder(self._folder / FILES)
+        new = self._folder / f"{NEW}{secrets.token_hex(8)}"
+        try:
+            with file.open("rb") as source, open(_create(new), "wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+                copy.flush()
+                os.fsync(copy.fileno())
+            new.replace(self._folder / FILES / name)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy a stored file to a path."""
+        shutil.copyfile(self._folder / FILES / name, file)
+
+    def stored(self) -> list[str]:
+        """Return the names of the stored files."""
+        folder = self._folder / FILES
+        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+    def remove(self, name: str) -> None:
+        """Remove a stored file."""
+        (self._folder / FILES / name).unlink(missing_ok=True)
+
+    def _path(self, name: str, number: int) -> Path:
+        return self._folder / f"{name}.{number:0{DIGITS}}"
+
+    def _numbers(self, name: str) -> list[int]:
+        """Return the numbers of a small file, the lowest first."""
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        parts = (one.rpartition(".") for one in names)
+        return sorted(int(end) for start, _, end in parts if start == name and end.isdecimal())
+
+
+def _create(path: Path) -> int:
+    """Create a file that only its owner reads, and return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(_create(path), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
