@@ -12,14 +12,14 @@ from pathlib import Path
 
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.server.operations import orders, run_lock, sqlite_history
-from headwater.server.operations.round_log import CURVES, EVENTS, ROUNDS
+from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
 from headwater.server.standby.state_store import StateStore
 from headwater.server.standby.term_record import TermRecord
 
 # What belongs to one server: its lock, its operator's order, its history, and drawings that can be
 # made again. The history's names go on, as in history.sqlite-wal.
-OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, ROUNDS)
+OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, REPORT, ROUNDS)
 PART = ".part"
 MAX_PIECES = 64
 

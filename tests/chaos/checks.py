@@ -141,6 +141,7 @@ LEFT_BY_A_RUN = {
     "curves.png",
     "history.sqlite",
     "model.safetensors",
+    "report.html",
     "rounds.jsonl",
     "server.lock",
     "settings.toml",
