@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
+from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
@@ -66,7 +67,14 @@ def server_app(
         own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
         fleet = GridFleet(grid)
         observers = Observers(RoundLog(), ReportWriter(), *own.trackers, observer)
-        run(own.training, fleet, on_round=on_round, resume=resume, observer=observers)
+        run(
+            own.training,
+            fleet,
+            on_round=on_round,
+            resume=resume,
+            observer=observers,
+            run_round=rounds_of(settings, fleet),
+        )
 
     return app
 

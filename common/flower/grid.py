@@ -120,6 +120,20 @@ class HeadwaterGrid(Grid):
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         """Refuse a node for the rest of the run."""
 
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        """Send messages whose replies ``next_reply`` returns; return the messages' ids."""
+        raise NotImplementedError("this grid has no asynchronous rounds")
+
+    def next_reply(self, *, timeout: float) -> Message | None:
+        """Return the next reply to a dispatched message, or to one that was pushed.
+
+        None if none arrives within the timeout. Its arrays are valid until the next call.
+        """
+        raise NotImplementedError("this grid has no asynchronous rounds")
+
+    def end_exchange(self, message_ids: Iterable[str]) -> None:
+        """Await no replies to these messages any more: one that arrives later is dropped."""
+
     @abstractmethod
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headwater.common.errors import StaleUpdate
+from headwater.common.errors import HeadwaterError, StaleUpdate
 from headwater.common.messages import Plan, ReadyReport, Update
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
@@ -68,9 +68,10 @@ class BufferedRounds:
         opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
         observer.asked(opened)
         new = {name: plan for name, plan in opened.plans.items() if name not in self._plans}
+        self._give_up_stale(rule)
         self._plans |= new
         self._fleet.dispatch(new, training.image, round_number=training.round + 1)
-        self._fill(opened, rule, num_updates, watch)
+        self._fill(training, opened, rule, num_updates, watch)
         answered = self._take_answered(opened)
         opened.plans = answered
         summed_times = training.sum.weight
@@ -95,7 +96,7 @@ class BufferedRounds:
             staleness_max=figures.most,
             model_versions={name: plan.model_version for name, plan in answered.items()},
             discounted_weight=figures.discounted_weight,
-            num_stale=opened.refusals[StaleUpdate.__name__],
+            num_stale=sum(isinstance(why, StaleUpdate) for why in opened.refused.values()),
             num_at_work=len(self._plans),
         )
 
@@ -132,25 +133,69 @@ class BufferedRounds:
             min(num_updates, len(plans)),
         )
 
+    def _give_up_stale(self, rule: StalenessRule) -> None:
+        """Stop waiting for updates that would be refused: their clients get newer plans sooner.
+
+        So the fleet keeps at most ``max_staleness`` + 1 models that clients may still fetch.
+        """
+        errors: dict[str, HeadwaterError] = {}
+        for name, plan in self._plans.items():
+            try:
+                rule.check(name, plan)
+            except StaleUpdate as error:
+                errors[name] = error
+        self._fleet.give_up(errors)
+
     def _fill(
-        self, opened: OpenRound, rule: StalenessRule, num_updates: int, watch: Stopwatch
+        self,
+        training: Training,
+        opened: OpenRound,
+        rule: StalenessRule,
+        num_updates: int,
+        watch: Stopwatch,
     ) -> None:
         """Take answers until the buffer is full, or no plan is out any more."""
         fold_seconds = 0.0
         while len(opened.accepted) < num_updates:
             answer = self._fleet.next_answer()
             if answer is None:
-                break
+                if not self._plan_newcomers(training, opened, num_updates):
+                    break
+                continue
             start = time.perf_counter()
             _take(opened, answer, rule)
             fold_seconds += time.perf_counter() - start
         watch.lap("train", less=fold_seconds)
         watch.split["fold"] = fold_seconds
 
+    def _plan_newcomers(self, training: Training, opened: OpenRound, num_updates: int) -> bool:
+        """Send plans to the clients that joined while the buffer fills; False if none is out."""
+        planner = training.planner
+        clients = self._fleet.describe(planner.describe_request(), min_clients=0)
+        planned = planner.plan(
+            clients,
+            round_number=training.round + 1,
+            counted=training.counted,
+            turn_seconds=self._fleet.turn_seconds(),
+            busy=self._plans.keys(),
+            num_updates=num_updates,
+        )
+        self._plans |= planned.plans
+        self._owned |= planned.owned
+        self._exceptions |= planned.exceptions
+        opened.plans = {**opened.plans, **planned.plans}
+        self._fleet.dispatch(planned.plans, training.image, round_number=training.round + 1)
+        return any(not has_answered(opened, name) for name in self._plans)
+
     def _take_answered(self, opened: OpenRound) -> Mapping[str, Plan]:
         """Return the plans that were answered or given up; their clients are free."""
-        done = [name for name in self._plans if name in opened.accepted or name in opened.refused]
+        done = [name for name in self._plans if has_answered(opened, name)]
         return {name: self._plans.pop(name) for name in done}
+
+
+def has_answered(opened: OpenRound, name: str) -> bool:
+    """Return whether a client has answered its plan, or was given up."""
+    return name in opened.accepted or name in opened.refused
 
 
 def _take(opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport, Update
 from headwater.common.model.parameters import ModelImage
 from headwater.server.fleet import Dropout, Fleet
@@ -18,9 +19,17 @@ class DispatchingFleet(Fleet, Protocol):
         ...
 
     def next_answer(self) -> Update | ReadyReport | Dropout | None:
-        """Wait for the next answer to any dispatched plan; None if no plan is out.
+        """Wait for the next answer to any dispatched plan.
 
+        None if no plan is out, or if a client has joined since the last call of ``describe``.
         The vector of an update is valid until the next answer is requested.
+        """
+        ...
+
+    def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
+        """Await these clients' answers no longer; each error is then the client's answer.
+
+        A simulated client is free only when it would have answered.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -53,6 +54,13 @@ class GridFleet:
         self._registration = Registration(grid)
         self._reports: dict[str, DeviceReport] = {}
         self._flower_bytes_up = self._flower_bytes_down = 0
+        self._request: DescribeRequest | None = None
+        """The request for a description that newcomers are sent."""
+        self._dispatched: dict[str, str] = {}
+        """The clients that work on dispatched plans, by the plan's message."""
+        self._arrived: deque[Message] = deque()
+        """Replies from Flower's own grid that were pulled together."""
+        self._given_up: deque[Dropout] = deque()
 
     @property
     def has_virtual_clock(self) -> bool:
@@ -64,6 +72,7 @@ class GridFleet:
             self._own.share_frozen(image)
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+        self._request = request
         if self._own is not None:
             self._own.expect(request)
             self._own.while_waiting = partial(self._registration.ask_newcomers, request)
@@ -131,6 +140,88 @@ class GridFleet:
         self._expect_replies(num_needed)
         return self._send_model("train", plans, image, timeout_seconds, read)
 
+    def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
+        """See ``DispatchingFleet``; the model is copied, as steps change it while it is sent."""
+        array = records.flat_array(bytes(image.buffer()), dtype="uint8")
+        nodes = self._nodes()
+        for left in [name for name in plans if name not in nodes]:
+            error = ConnectionLost(f"{left} left before its plan was sent")
+            self._given_up.append(Dropout(name=left, error=error))
+        messages = [
+            Message(
+                records.content_of(plan, array),
+                nodes[name],
+                "train",
+                group_id=str(round_number),
+            )
+            for name, plan in plans.items()
+            if name in nodes
+        ]
+        if self._own is None:
+            self._grid.push_messages(messages)
+            self._flower_bytes_down += sum(_num_bytes(message.content) for message in messages)
+        else:
+            self._own.dispatch(messages)
+        names = {node: name for name, node in nodes.items()}
+        self._dispatched |= {
+            message.metadata.message_id: names[message.metadata.dst_node_id] for message in messages
+        }
+
+    def next_answer(self) -> Update | ReadyReport | Dropout | None:
+        while self._dispatched or self._given_up:
+            if self._given_up:
+                return self._given_up.popleft()
+            reply = self._next_reply()
+            if reply is None or self._registration.take_reply(reply):
+                if self._has_newcomers():
+                    return None
+                continue
+            name = self._dispatched.pop(reply.metadata.reply_to_message_id, None)
+            self._note_busy()
+            if name is not None:
+                return self._answer(name, reply, _read_update)
+        return None
+
+    def _next_reply(self) -> Message | None:
+        """Return the next reply; None if there is none after a short wait."""
+        if self._own is not None:
+            return self._own.next_reply(timeout=REPLY_POLL_SECONDS)
+        if not self._arrived:
+            self._arrived.extend(self._grid.pull_messages(self._dispatched))
+        if not self._arrived:
+            time.sleep(REPLY_POLL_SECONDS)
+            if self._request is not None:
+                self._registration.update(self._request)
+            return None
+        reply = self._arrived.popleft()
+        self._flower_bytes_up += _num_bytes(reply.content) if reply.has_content() else 0
+        return reply
+
+    def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
+        ids = [id_ for id_, name in self._dispatched.items() if name in errors]
+        if self._own is not None:
+            self._own.end_exchange(ids)
+        for message_id in ids:
+            name = self._dispatched.pop(message_id)
+            self._given_up.append(Dropout(name=name, error=errors[name]))
+        self._note_busy()
+
+    def _has_newcomers(self) -> bool:
+        """Whether a client has joined since the last call of ``describe``."""
+        return any(one.name not in self._reports for one in self._registration.reports.values())
+
+    def _note_busy(self) -> None:
+        nodes = self._nodes()
+        self._registration.busy = {
+            nodes[name] for name in self._dispatched.values() if name in nodes
+        }
+
+    def virtual_now(self) -> float | None:
+        return None
+
+    def _nodes(self) -> dict[str, int]:
+        return {report.name: node for node, report in self._registration.reports.items()}
+
     def converse(
         self,
         phase: Phase,
@@ -192,7 +283,7 @@ class GridFleet:
         read: Callable[[str, RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
         """Send each client its message; yield each answer, and a Dropout per client without one."""
-        nodes = {report.name: node for node, report in self._registration.reports.items()}
+        nodes = self._nodes()
         for left in [name for name in contents if name not in nodes]:
             yield Dropout(name=left, error=ConnectionLost(f"{left} left during the round"))
         awaited = {nodes[name]: name for name in contents if name in nodes}
@@ -209,22 +300,29 @@ class GridFleet:
             if name is None:
                 continue
             answered.add(node)
-            try:
-                answer = read(name, records.reply_content(reply))
-                check_name(answer.name, name)
-                yield answer
-            except HeadwaterError as error:
-                # Who returns by our stream describes itself anew; on Flower's own engines a node
-                # stays the same, and a restarted SuperNode is a new one.
-                if isinstance(error, ConnectionLost) and self._own is not None:
-                    self._registration.reports.pop(node, None)
-                if isinstance(error, FrozenPartMissing):  # described anew, it is sent it again
-                    self._registration.reports.pop(node, None)
-                yield Dropout(name=name, error=error)
+            yield self._answer(name, reply, read)
         self._registration.forget_repeats(answered)
         for name in awaited.values():
             limit = "" if timeout_seconds is None else f" within {timeout_seconds} s"
             yield Dropout(name=name, error=LateUpdate(f"{name} did not answer{limit}"))
+
+    def _answer(
+        self, name: str, reply: Message, read: Callable[[str, RecordDict], Answer]
+    ) -> Answer | Dropout:
+        """Return the answer in a client's reply, or why there is none."""
+        try:
+            answer = read(name, records.reply_content(reply))
+            check_name(answer.name, name)
+        except HeadwaterError as error:
+            # Who returns by our stream describes itself anew; on Flower's own engines a node
+            # stays the same, and a restarted SuperNode is a new one. A client without the frozen
+            # part is sent it again when it has described itself anew.
+            has_left = isinstance(error, ConnectionLost) and self._own is not None
+            if has_left or isinstance(error, FrozenPartMissing):
+                node = self._nodes().get(name)
+                self._registration.reports.pop(node or 0, None)
+            return Dropout(name=name, error=error)
+        return answer
 
     def _exchange(
         self, messages: list[Message], timeout: float | None
@@ -275,6 +373,10 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
+
+
+def _read_update(_: str, content: RecordDict) -> Update:
+    return records.read_update(content)
 
 
 def _check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from flwr.app import Message
@@ -50,6 +51,12 @@ class GrpcGrid(HeadwaterGrid):
         self._reply_bytes: dict[str, int] = {}
         self._num_needed = 0
         self._turn_seconds: float | None = None
+        self._dispatched: set[str] = set()
+        """The messages whose replies ``next_reply`` returns."""
+        self._early: deque[Arrival] = deque()
+        """Replies to dispatched messages that arrived while others were awaited."""
+        self._last: Iterator[Message] = iter(())
+        """Releases the memory of the reply that ``next_reply`` returned last."""
 
     def num_bytes(self) -> tuple[int, int]:
         return self._servicer.bytes_up, self._servicer.bytes_down
@@ -104,7 +111,37 @@ class GrpcGrid(HeadwaterGrid):
             except queue.Empty:
                 return
             wanted.discard(arrival.message_id)
-            yield from self._replies(arrival)
+            if arrival.message_id in self._dispatched:
+                self._early.append(arrival)
+            else:
+                yield from self._replies(arrival)
+
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        pushed = self._push(messages, num_needed=None)
+        self._dispatched.update(pushed)
+        self._note_awaited()
+        return pushed
+
+    def next_reply(self, *, timeout: float) -> Message | None:
+        for _ in self._last:
+            pass
+        try:
+            arrival = (
+                self._early.popleft()
+                if self._early
+                else self._servicer.arrivals.get(timeout=timeout)
+            )
+        except queue.Empty:
+            self.while_waiting()
+            return None
+        if arrival.message_id in self._dispatched:
+            self._servicer.device_records.note_answer(self._recipient(arrival.message_id))
+            self._dispatched.discard(arrival.message_id)
+        self._last = self._replies(arrival)
+        return next(self._last, None)
+
+    def _note_awaited(self) -> None:
+        self._servicer.device_records.set_awaited(map(self._recipient, self._dispatched))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -128,6 +165,9 @@ class GrpcGrid(HeadwaterGrid):
                     if left <= LOOK_SECONDS:
                         break
                     continue
+                if arrival.message_id in self._dispatched:
+                    self._early.append(arrival)
+                    continue
                 if arrival.message_id in awaited:
                     device_records.note_answer(awaited.pop(arrival.message_id))
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
@@ -142,6 +182,7 @@ class GrpcGrid(HeadwaterGrid):
 
     def end_exchange(self, message_ids: Iterable[str]) -> None:
         """Await no replies to these messages any more: one that arrives later is dropped."""
+        self._dispatched.difference_update(message_ids := list(message_ids))
         unanswered = [id_ for id_ in message_ids if self._sent.pop(id_, None) is not None]
         self._servicer.end_exchange(unanswered)
 

@@ -64,6 +64,8 @@ class Registration:
         self.refusals = RefusedDevices()
         self.image: ModelImage | None = None
         """The model whose frozen part is sent to the devices that lack it."""
+        self.busy: set[int] = set()
+        """Nodes that work on plans of asynchronous rounds: no further message interrupts them."""
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
@@ -111,7 +113,7 @@ class Registration:
 
     def update(self, request: DescribeRequest) -> None:
         """Ask new nodes, take the answers that have arrived, and forget nodes that have left."""
-        present = self._present = set(self._grid.get_node_ids())
+        present = self._present = set(self._grid.get_node_ids()) | self.busy
         if self._own is None and not self.reports.keys() <= present:
             self.refused.clear()  # a restarted SuperNode is a new node: its name is free again
         self.reports = {n: r for n, r in self.reports.items() if n in present}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial
 
 from headwater.common.compression.model_difference import ModelDifference
@@ -27,7 +27,8 @@ class Downloads:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._image: tuple[str, memoryview] | None = None
+        self._images: dict[int, tuple[str, memoryview]] = {}
+        """The models of the open instructions with their digests, by the identity of the memory."""
         self._frozen: tuple[str, memoryview] | None = None
         self._in_flight = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
         self._frame = lru_cache(maxsize=CACHED_CHUNKS)(self._make_frame)
@@ -45,8 +46,12 @@ class Downloads:
 
     def lacks_model(self, session: DeviceSession, instruction: DeviceInstruction) -> bool:
         """Return whether the instruction needs a model that the device does not have."""
-        is_needed = instruction.image is not None and self._image is not None
-        return is_needed and self._image is not None and session.image_id != self._image[0]
+        image = self._image_of(instruction)
+        return image is not None and session.image_id != image[0]
+
+    def _image_of(self, instruction: DeviceInstruction) -> tuple[str, memoryview] | None:
+        memory = instruction.image
+        return None if memory is None else self._images.get(id(memory.obj))
 
     async def write(
         self, stream: Stream, frame: ServerFrame, session: DeviceSession | None = None
@@ -63,17 +68,26 @@ class Downloads:
             session.record.bytes_down += num_bytes
         await stream.write(data)
 
-    async def set_model(self, instructions: Iterable[DeviceInstruction]) -> None:
-        """Take over the model of these instructions, or the frozen part, if they have one."""
+    async def set_models(
+        self, instructions: Collection[DeviceInstruction], earlier: Iterable[DeviceInstruction]
+    ) -> None:
+        """Take over the models of these instructions, and the frozen part, if they have one.
+
+        The models of ``earlier`` instructions that are still open are kept.
+        """
         frozen = {one.frozen_id: one.frozen for one in instructions if one.frozen is not None}
         for part in frozen.items():
             self._frozen = part
         images = {id(one.image.obj): one.image for one in instructions if one.image is not None}
-        if images or frozen:
-            self.clear_frames()
-        for image in images.values():
+        if not images and not frozen:
+            return
+        self.clear_frames()
+        if images:
+            in_use = {id(one.image.obj) for one in earlier if one.image is not None}
+            self._images = {key: one for key, one in self._images.items() if key in in_use}
+        for key, image in images.items():
             digest = await asyncio.to_thread(lambda data: hashlib.sha256(data).hexdigest(), image)
-            self._image = (digest, image)
+            self._images[key] = (digest, image)
 
     def clear_frames(self) -> None:
         """Drop the serialised chunks, because the model may change."""
@@ -86,8 +100,9 @@ class Downloads:
         image_id, small_image = "", b""
         if session.stream is not stream or session.instruction is not instruction:
             return
-        if instruction.image is not None and self._image is not None:
-            image_id = self._image[0]
+        image = self._image_of(instruction)
+        if instruction.image is not None and image is not None:
+            image_id = image[0]
             difference = instruction.difference
             if difference and (session.image_id, image_id) == (
                 difference.base_id,
@@ -101,7 +116,7 @@ class Downloads:
                     small_image = self._frame(image_id, 0)
                 else:
                     session.image_id = ""
-                    if not await self._write_image(session, instruction, stream, self._image):
+                    if not await self._write_image(session, instruction, stream, image):
                         return
             session.image_id = image_id
         frozen = None if instruction.frozen is None else self._frozen
@@ -184,7 +199,7 @@ class Downloads:
         return True
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:
-        images = [one for one in (self._image, self._frozen) if one is not None]
+        images = [*self._images.values(), *([] if self._frozen is None else [self._frozen])]
         memory = next((memory for id_, memory in images if id_ == image_id), None)
         if memory is None:
             raise RuntimeError("the model changed while it was being sent")

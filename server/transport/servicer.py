@@ -233,7 +233,8 @@ class Servicer:
     async def _send_instructions(
         self, instructions: Sequence[DeviceInstruction], num_needed: int | None
     ) -> None:
-        await self._downloads.set_model(instructions)
+        earlier = [s.instruction for s in self._sessions.values() if s.instruction is not None]
+        await self._downloads.set_models(instructions, earlier)
         if num_needed is not None:
             self._uploads.exchange = OpenExchange(
                 message_ids=frozenset(one.message_id for one in instructions),

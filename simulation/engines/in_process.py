@@ -175,6 +175,9 @@ class LocalFleet:
     def next_answer(self) -> Update | Dropout | None:
         return self._pending.pop() if len(self._pending) else None
 
+    def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
+        """See ``DispatchingFleet``: a device that is away learns nothing of it."""
+
     def virtual_now(self) -> float:
         return self._pending.now_seconds
 

@@ -132,7 +132,7 @@ def test_the_server_sends_a_difference_to_a_device_that_holds_its_base(
 
     async def send() -> None:
         downloads = Downloads()
-        await downloads.set_model([instruction])
+        await downloads.set_models([instruction], [])
         downloads.send_instruction(session, instruction)
         await session.outbox.get_nowait()()
 

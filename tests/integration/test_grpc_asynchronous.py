@@ -1,0 +1,71 @@
+"""Asynchronous rounds over gRPC: no device waits, and a late update counts by its staleness."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from headwater.server.operations import orders
+from tests.processes import Processes, model_digest, port_of, rows, until, write_task
+
+pytestmark = pytest.mark.slow
+
+PLAN = ("--accumulation-steps", 3, "--micro-batch-size", 8)
+SETTINGS = (*PLAN, "--asynchronous", "--max-staleness", 1_000_000)
+
+
+def test_a_step_waits_for_no_slow_device_and_its_late_update_still_counts(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path, open_for=0), tmp_path / "out"
+
+    def has_answered(name: str, *, times: int) -> bool:
+        return sum(name in row["model_versions"] for row in rows(out)) >= times
+
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 100_000, "--buffer", 1, *SETTINGS, task=task.spec)
+        slow = processes.client(port_of(server), 0, task=task.spec)
+        task.wait_until_reached()
+        fast = processes.client(port_of(server), 1, task=task.spec)
+        until(lambda: has_answered("1", times=3), what=lambda: f"three steps: {server.text()}")
+        assert not has_answered("0", times=1)
+        task.open()
+        until(lambda: has_answered("0", times=2), what=lambda: f"the late one: {server.text()}")
+        orders.write_order(out, "drain")
+        for process in (server, slow, fast):
+            process.succeed()
+    late = next(row for row in rows(out) if "0" in row["model_versions"])
+    staleness = late["round"] - 1 - late["model_versions"]["0"]
+    assert late["staleness_max"] == staleness >= 3
+    assert late["clients"][0]["num_examples"] == 24
+    assert all(row["refused"] == {} for row in rows(out))
+
+
+def test_a_buffer_of_all_devices_makes_the_model_of_synchronous_rounds(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path), tmp_path / "simulated"
+    rounds = ("--rounds", 4, "--min-clients", 2, *PLAN)
+    with Processes(tmp_path) as processes:
+        server = processes.server(*rounds, "--asynchronous", "--buffer", 2, task=task.spec)
+        clients = [processes.client(port_of(server), part, task=task.spec) for part in range(2)]
+        for process in (server, *clients):
+            process.succeed()
+        more = ("--clients", 2, "--threads", 1, "--out", out, "--task", task.spec)
+        processes.run("simulation", *rounds, *more).succeed()
+    assert model_digest(tmp_path / "out") == model_digest(out)
+
+
+def test_a_device_that_is_killed_at_work_uses_its_examples_again(tmp_path: Path) -> None:
+    task, out = write_task(tmp_path, open_for=0), tmp_path / "out"
+    with Processes(tmp_path) as processes:
+        server = processes.server("--rounds", 100_000, "--buffer", 1, *SETTINGS, task=task.spec)
+        killed = processes.client(port_of(server), 0, task=task.spec)
+        task.wait_until_reached()
+        killed.kill(signal.SIGKILL)
+        killed.wait()
+        again = processes.client(port_of(server), 0, task=task.spec)
+        task.open()
+        until(lambda: len(rows(out)) >= 2, what=lambda: f"two steps: {server.text()}")
+        orders.write_order(out, "drain")
+        server.succeed()
+        again.succeed()
+    assert rows(out)[0]["model_versions"] == {"0": 0}
