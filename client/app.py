@@ -22,6 +22,11 @@ from headwater.client.device.hardware import this_machine
 from headwater.client.flower.frozen_parts import holds_frozen, require_frozen, take_frozen
 from headwater.client.flower.masked_answers import train_masked
 from headwater.client.flower.masked_description import describe_masked, told_examples
+from headwater.client.flower.offline_windows import (
+    OFFLINE,
+    deliverable,
+    go_on_offline,
+)
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED
 from headwater.client.privacy.budget import check_budget, check_test
@@ -70,6 +75,7 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     app.query("frozen")(handled_by(lambda request: records.content_of(take_frozen(request))))
     app.train()(handled_by(_train))
     app.evaluate()(handled_by(_evaluate))
+    app.query(OFFLINE)(handled_by(go_on_offline))
     for phase in PHASES:
         app.query(phase.action)(handled_by(partial(_answer_phase, phase)))
     return app
@@ -96,6 +102,8 @@ def _train(request: DeviceRequest) -> RecordDict:
     context, trainer, identity = request.context, request.trainer, request.identity
     content = request.message.content
     plan = records.read(content, Plan)
+    if records.is_view(content) and (late := deliverable(request, plan)) is not None:
+        return records.update_content(late, as_view=True)
     pending_in(trainer.accumulator).start_plan(
         run_id=context.run_id, round_number=plan.round, name=identity.name
     )

@@ -155,6 +155,11 @@ class Plan(WireMessage):
     frozen: FrozenDigest | None = Field(
         None, description="the model's frozen part, which the device has; None if it has none"
     )
+    max_windows: Annotated[int, Field(ge=1, le=2**20)] = Field(
+        1,
+        description="windows that the device may sum under this plan while it has no link; each "
+        "has the plan's examples",
+    )
     num_invited: Natural | None = Field(
         None, description="of a masked plan: the clients that have one, the most in a session"
     )
@@ -318,6 +323,9 @@ class UpdateReport(WireMessage):
     local_steps: Natural = Field(1, description="local steps that the update is the sum of")
     vitals: Vitals = Vitals()
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
+    num_windows: Annotated[int, Field(ge=1, le=2**20)] = Field(
+        1, description="windows of the plan in this sum; more than one if the device had no link"
+    )
     clip_bit: Literal[0, 1] | None = Field(
         None, description="of a private plan that asks for it; 1: the vector was not clipped"
     )

@@ -16,6 +16,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
+from headwater.client.flower.offline_sum import OfflineSumFile, offline_name
+from headwater.client.flower.offline_windows import OFFLINE, content_to_keep
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
 from headwater.client.flower.state_file import STATE, StateFile
 from headwater.client.operations.activity import Activity
@@ -28,6 +30,7 @@ from headwater.common.errors import (
     HeadwaterError,
     OlderTerm,
     StateError,
+    UnexpectedUpdate,
     error_of,
     travelling,
 )
@@ -65,7 +68,7 @@ class Node:
         self.link = Bandwidth()
         self.counters = Counters()
         self.activity = Activity(self.counters, trainer.progress)
-        self._app = app
+        self._app, self._settings = app, settings
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
             "name": identity.name,
@@ -140,6 +143,9 @@ class Node:
         when this returns; if it cannot be written, the answer is that error and nothing else.
         """
         assert self._context is not None
+        if message_type == f"query.{OFFLINE}":
+            unasked = UnexpectedUpdate("only the device itself goes on without a link")
+            return NodeAnswer(message_id=message_id, error=unasked)
         self._context.node_config.update(self.link.as_config())
         try:
             array = None if payload is None else records.flat_array(payload, dtype="uint8")
@@ -158,6 +164,40 @@ class Node:
             self._count(reply.content)
         return NodeAnswer(
             message_id=message_id,
+            head_json=records.head_json(reply.content),
+            vector=records.vector(reply.content) or b"",
+        )
+
+    def may_go_on(self, plan_json: str, answer: NodeAnswer) -> bool:
+        """Whether the device may add a window of a plan to its answer while it has no link."""
+        if answer.error is not None or self.trainer.stop_requested.is_set():
+            return False
+        plan, report = json.loads(plan_json), json.loads(answer.head_json)
+        most = min(self._settings.asynchronous.offline_windows, plan.get("max_windows", 1))
+        return "steps" in report and report.get("num_windows", 1) < most
+
+    def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:
+        """Write an update that waits for a link to a file; it stays the answer."""
+        content = content_to_keep(plan_json, answer.head_json, answer.vector)
+        return self._go_on_offline(content, answer)
+
+    def add_offline_window(self, answer: NodeAnswer) -> NodeAnswer:
+        """Sum one more window of the plan; return the answer with the sum of all."""
+        return self._go_on_offline(records.content_with_head("{}", None), answer)
+
+    def _go_on_offline(self, content: RecordDict, answer: NodeAnswer) -> NodeAnswer:
+        assert self._context is not None
+        try:
+            message = Message(content, 1, f"query.{OFFLINE}")
+            ensure_message_id(message)
+            reply = self._app(message, self._context)
+            self._write_state_file(self._context)
+        except StateError as error:
+            return NodeAnswer(message_id=answer.message_id, error=error)
+        if reply.has_error():
+            return NodeAnswer(message_id=answer.message_id, error=self._error_of(reply))
+        return NodeAnswer(
+            message_id=answer.message_id,
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
@@ -190,6 +230,9 @@ class Node:
         spool = spool_of(self._context, self.name)
         if spool is not None:
             spool.remove()
+        if self._settings.asynchronous.offline_windows > 1:
+            path = self._state_folder / offline_name(self.name, self._context.run_id)
+            OfflineSumFile(path).remove()
 
     @property
     def awaits_session(self) -> bool:

@@ -135,6 +135,8 @@ class Connection:
             except ConnectionBroken as broken:
                 if self._stopping.is_set():
                     return
+                if self._exchange.is_offline:
+                    retries.reset()  # it has work, however long the link is away
                 seconds = retries.wait_seconds(broken)
                 hint = retries.hint(broken)
                 why = str(broken) if hint is None else f"{broken}; {hint}"

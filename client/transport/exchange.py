@@ -68,6 +68,8 @@ class Exchange:
         self._answer: NodeAnswer | None = None
         self._upload: Upload | None = None
         self._has_been_empty = False
+        self._is_offline = False
+        """Whether the device sums further windows because it has no link."""
 
     @property
     def is_idle(self) -> bool:
@@ -90,8 +92,14 @@ class Exchange:
         """Note a new stream: it has carried no instruction yet."""
         self._message_id_on_stream = ""
 
+    @property
+    def is_offline(self) -> bool:
+        """Whether the device goes on with its last plan although it has no link."""
+        return self._is_offline
+
     def disconnected(self) -> None:
         """Stop the upload; the answer waits for the next stream."""
+        self._message_id_on_stream = ""
         if self._upload is not None:
             self._upload.abort()
 
@@ -169,6 +177,8 @@ class Exchange:
         if instruction.message_id == self._message_id:
             if self._answer is not None:
                 self._begin_upload(self._answer)
+            elif self._is_offline:
+                self._node.interrupt()  # what is summed by now is sent
             return
         await self.end()
         if instruction.image_id and instruction.image_id != self.image_id:
@@ -242,9 +252,43 @@ class Exchange:
         )
         if self._message_id != instruction.message_id:
             return  # aborted in the meantime
+        if self._has_no_link(instruction) and self._node.may_go_on(instruction.head_json, answer):
+            answer = await self._go_on_offline(instruction, answer)
+            if self._message_id != instruction.message_id:
+                return
         self._answer = answer
         if self._message_id_on_stream == instruction.message_id:
             self._begin_upload(answer)
+
+    def _has_no_link(self, instruction: Instruction) -> bool:
+        """Whether no stream has carried the instruction since the last one was lost."""
+        return self._message_id_on_stream != instruction.message_id
+
+    async def _go_on_offline(self, instruction: Instruction, answer: NodeAnswer) -> NodeAnswer:
+        """Sum further windows until the link is back, the server gives up, or there are enough.
+
+        Nothing of the answer has been sent: once its upload has begun, no window is added, because
+        the server may have counted it.
+        """
+        self._is_offline = True
+        try:
+            kept = await asyncio.to_thread(self._node.keep_offline, instruction.head_json, answer)
+            if kept.error is not None:
+                log.warning("%s: %s", kept.error.code, kept.error)
+                return answer
+            while (
+                kept.error is None
+                and self._message_id == instruction.message_id
+                and self._has_no_link(instruction)
+                and self._node.may_go_on(instruction.head_json, kept)
+            ):
+                answer = kept
+                kept = await asyncio.to_thread(self._node.add_offline_window, answer)
+                if kept.head_json == answer.head_json:
+                    break  # no further window can be summed
+        finally:
+            self._is_offline = False
+        return kept
 
     def _abort(self) -> None:
         """Abort the instruction and its upload: the server no longer waits for them."""

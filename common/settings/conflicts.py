@@ -71,7 +71,8 @@ def check_together(
     if compression.up != "off":
         found += _of_compression(compression, plan, aggregation, secure, privacy)
     found += _of_asynchronous(
-        asynchronous, plan, cohort, aggregation, secure, privacy, evaluation, simulation
+        *(asynchronous, plan, cohort, aggregation, compression, secure, privacy),
+        *(evaluation, simulation),
     )
     found += _of_workers(simulation)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
@@ -293,6 +294,7 @@ def _of_asynchronous(
     plan: PlanSettings,
     cohort: CohortSettings,
     aggregation: AggregationSettings,
+    compression: CompressionSettings,
     secure: SecureSettings,
     privacy: PrivacySettings,
     evaluation: EvaluationSettings,
@@ -319,6 +321,18 @@ def _of_asynchronous(
             f"of {size} would never be full",
             remedy="lower --buffer, or raise --cohort-size",
         )
+    if asynchronous.offline_windows > 1 and cohort.weighting == "dataset":
+        yield SettingsError(
+            "--weighting dataset gives each update the weight of its client's data, however many "
+            "windows it has",
+            remedy="leave out --weighting, or --offline-windows",
+        )
+    if asynchronous.offline_windows > 1 and compression.up != "off":
+        yield SettingsError(
+            f"--compress {compression.up} keeps what one update leaves out, and the sum of several "
+            "windows is sent whole",
+            remedy="leave out --compress, or --offline-windows",
+        )
     refused = {
         "an update's part of the sum follows from its staleness, so that the noise of a sum has no "
         "fixed bound to cover: leave out --privacy-epsilon, or --asynchronous": privacy.is_on,
@@ -326,6 +340,8 @@ def _of_asynchronous(
         "--asynchronous": secure.aggregation != "off",
         "the noise scale compares gradients of one model: leave out --follow-noise-scale, or "
         "--asynchronous": plan.follow_noise_scale,
+        "devices hold models of several versions, and differences are to the last one: leave out "
+        "--compress-down, or --asynchronous": compression.down != "off",
         "a robust rule compares updates of one model: leave out --aggregation, or "
         "--asynchronous": aggregation.rule != "sum",
         "a device would have to interrupt its plan to test the model: leave out "

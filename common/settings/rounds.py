@@ -140,6 +140,15 @@ class AsynchronousSettings(Branch):
         ge=0,
         le=16,
     )
+    offline_windows: int = setting(
+        1,
+        "windows that a device sums under one plan while it has no link, before it waits; on the "
+        "server: the most that it takes in one update",
+        "--offline-windows",
+        on=ALL,
+        ge=1,
+        le=2**20,
+    )
 
 
 class SecureSettings(Branch):

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headwater.common.errors import HeadwaterError, StaleUpdate
-from headwater.common.messages import Plan, ReadyReport, Update
+from headwater.common.messages import Plan, ReadyReport, Update, UpdateReport
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
+from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
 from headwater.server.planning.round_plans import RoundPlans
@@ -32,7 +33,7 @@ from headwater.server.rounds.run_state import Training
 
 def rounds_of(settings: Settings, fleet: DispatchingFleet) -> RunRound | None:
     """Return what runs a round by the settings; None for synchronous rounds."""
-    return BufferedRounds(fleet) if settings.asynchronous.is_on else None
+    return BufferedRounds(fleet, settings) if settings.asynchronous.is_on else None
 
 
 def buffer_size(settings: Settings, num_clients: int) -> int:
@@ -44,8 +45,10 @@ def buffer_size(settings: Settings, num_clients: int) -> int:
 class BufferedRounds:
     """The clients at work, from step to step; a call runs one step."""
 
-    def __init__(self, fleet: DispatchingFleet) -> None:
+    def __init__(self, fleet: DispatchingFleet, settings: Settings) -> None:
         self._fleet = fleet
+        self._plans_out = PlansOut(settings)
+        self._has_begun = False
         self._plans: dict[str, Plan] = {}
         """Each plan that is out."""
         self._owned: dict[str, int] = {}
@@ -63,6 +66,9 @@ class BufferedRounds:
             Stopwatch(),
             StalenessRule(version=training.round, chosen=training.settings.asynchronous),
         )
+        if not self._has_begun and training.round:
+            self._plans_out.restore()
+        self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
         before = fleet.traffic()
         opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
@@ -70,7 +76,7 @@ class BufferedRounds:
         new = {name: plan for name, plan in opened.plans.items() if name not in self._plans}
         self._give_up_stale(rule)
         self._plans |= new
-        self._fleet.dispatch(new, training.image, round_number=training.round + 1)
+        self._dispatch(training, new)
         self._fill(training, opened, rule, num_updates, watch)
         answered = self._take_answered(opened)
         opened.plans = answered
@@ -95,6 +101,7 @@ class BufferedRounds:
             staleness_mean=figures.mean,
             staleness_max=figures.most,
             model_versions={name: plan.model_version for name, plan in answered.items()},
+            num_windows=_windows_of(opened),
             discounted_weight=figures.discounted_weight,
             num_stale=sum(isinstance(why, StaleUpdate) for why in opened.refused.values()),
             num_at_work=len(self._plans),
@@ -163,7 +170,7 @@ class BufferedRounds:
                     break
                 continue
             start = time.perf_counter()
-            _take(opened, answer, rule)
+            self._take(opened, answer, rule)
             fold_seconds += time.perf_counter() - start
         watch.lap("train", less=fold_seconds)
         watch.split["fold"] = fold_seconds
@@ -184,13 +191,42 @@ class BufferedRounds:
         self._owned |= planned.owned
         self._exceptions |= planned.exceptions
         opened.plans = {**opened.plans, **planned.plans}
-        self._fleet.dispatch(planned.plans, training.image, round_number=training.round + 1)
+        self._dispatch(training, planned.plans)
         return any(not has_answered(opened, name) for name in self._plans)
 
     def _take_answered(self, opened: OpenRound) -> Mapping[str, Plan]:
         """Return the plans that were answered or given up; their clients are free."""
         done = [name for name in self._plans if has_answered(opened, name)]
-        return {name: self._plans.pop(name) for name in done}
+        for name in done:
+            del self._plans[name]
+        for name in opened.accepted:
+            self._plans_out.remove(name, opened.plans[name].round)
+        return {name: opened.plans[name] for name in done}
+
+    def _dispatch(self, training: Training, plans: Mapping[str, Plan]) -> None:
+        self._plans_out.add(plans, version=training.round)
+        self._fleet.dispatch(plans, training.image, round_number=training.round + 1)
+
+    def _take(
+        self, opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule
+    ) -> None:
+        """Check an answer; add it to the buffer's sum, or record why not.
+
+        A client that had no link may answer a newer plan with the sum of an earlier one.
+        """
+        plan = opened.plans.get(answer.name)
+        if isinstance(answer, Update) and plan is not None and plan.round != answer.report.round:
+            earlier = self._plans_out.of(answer.name, answer.report.round)
+            if earlier is not None and answer.name not in opened.accepted:
+                plan = earlier
+                opened.plans = {**opened.plans, answer.name: earlier}
+        if plan is not None and not isinstance(answer, Dropout):
+            try:
+                rule.check(answer.name, plan)
+            except StaleUpdate as error:
+                opened.refuse_answer(answer.name, error)
+                return
+        opened.take(answer)
 
 
 def has_answered(opened: OpenRound, name: str) -> bool:
@@ -198,13 +234,10 @@ def has_answered(opened: OpenRound, name: str) -> bool:
     return name in opened.accepted or name in opened.refused
 
 
-def _take(opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule) -> None:
-    """Check an answer; add it to the buffer's sum, or record why not."""
-    plan = opened.plans.get(answer.name)
-    if plan is not None and not isinstance(answer, Dropout):
-        try:
-            rule.check(answer.name, plan)
-        except StaleUpdate as error:
-            opened.refuse_answer(answer.name, error)
-            return
-    opened.take(answer)
+def _windows_of(opened: OpenRound) -> dict[str, int]:
+    """Return the windows of each accepted update that has more than one."""
+    return {
+        name: report.num_windows
+        for name, report in opened.accepted.items()
+        if isinstance(report, UpdateReport) and report.num_windows > 1
+    }

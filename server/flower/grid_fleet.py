@@ -58,6 +58,8 @@ class GridFleet:
         """The request for a description that newcomers are sent."""
         self._dispatched: dict[str, str] = {}
         """The clients that work on dispatched plans, by the plan's message."""
+        self._readers: dict[str, Callable[[str, RecordDict], Update]] = {}
+        """Reads the answer to the last plan that each client was dispatched."""
         self._arrived: deque[Message] = deque()
         """Replies from Flower's own grid that were pulled together."""
         self._given_up: deque[Dropout] = deque()
@@ -161,11 +163,18 @@ class GridFleet:
             self._grid.push_messages(messages)
             self._flower_bytes_down += sum(_num_bytes(message.content) for message in messages)
         else:
+            self._own.offer_difference(None)
             self._own.dispatch(messages)
         names = {node: name for name, node in nodes.items()}
         self._dispatched |= {
             message.metadata.message_id: names[message.metadata.dst_node_id] for message in messages
         }
+        num_values = image.layout.num_parameters
+
+        def read(name: str, content: RecordDict) -> Update:
+            return records.read_update(content, plans[name], num_values=num_values)
+
+        self._readers |= dict.fromkeys(plans, read)
 
     def next_answer(self) -> Update | ReadyReport | Dropout | None:
         while self._dispatched or self._given_up:
@@ -179,7 +188,7 @@ class GridFleet:
             name = self._dispatched.pop(reply.metadata.reply_to_message_id, None)
             self._note_busy()
             if name is not None:
-                return self._answer(name, reply, _read_update)
+                return self._answer(name, reply, self._readers[name])
         return None
 
     def _next_reply(self) -> Message | None:
@@ -373,10 +382,6 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
-
-
-def _read_update(_: str, content: RecordDict) -> Update:
-    return records.read_update(content)
 
 
 def _check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> None:

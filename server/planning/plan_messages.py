@@ -47,6 +47,7 @@ def plans_of(
         "is_masked": settings.secure.aggregation != "off",
         "compression": settings.compression.terms,
         "frozen": frozen,
+        "max_windows": settings.asynchronous.offline_windows if settings.asynchronous.is_on else 1,
         "num_invited": len(assigned) if settings.secure.aggregation != "off" else None,
     }
     assignments = assigned.values()

@@ -144,7 +144,8 @@ class OpenRound:
         try:
             plan = self._check_awaited(report.name, report.round, self.accepted)
             self._check_counts(
-                report.name, plan, report.num_examples, report.weight, report.num_steps
+                *(report.name, plan, report.num_examples, report.weight, report.num_steps),
+                report.num_windows,
             )
             values_P = update.vector
             if plan.privacy is not None:
@@ -263,7 +264,13 @@ class OpenRound:
             self._check_counts(names[at], plans[at], *counts)
 
     def _check_counts(
-        self, name: str, plan: Plan, num_examples: int, weight: int, num_steps: int
+        self,
+        name: str,
+        plan: Plan,
+        num_examples: int,
+        weight: int,
+        num_steps: int,
+        num_windows: int = 1,
     ) -> None:
         """Check the counts of an update against its plan.
 
@@ -271,14 +278,19 @@ class OpenRound:
             CountOutOfRange: more examples or weight than a plan can lead to, or none; with dataset
                 weighting any weight other than the plan's.
         """
-        fault = self._fault(plan, num_examples, weight, num_steps)
+        fault = self._fault(plan, num_examples, weight, num_steps, num_windows)
         if fault is not None:
             raise CountOutOfRange(f"{name}: {fault}")
 
-    def _fault(self, plan: Plan, num_examples: int, weight: int, num_steps: int) -> str | None:
+    def _fault(
+        self, plan: Plan, num_examples: int, weight: int, num_steps: int, num_windows: int
+    ) -> str | None:
         """Return what is wrong with the counts of an update; None if nothing is."""
-        if not 0 < num_examples <= plan.max_examples:
-            return f"{counted(num_examples, 'example')}, its plan allows {plan.max_examples:,}"
+        if num_windows > plan.max_windows:
+            return f"{num_windows} windows, its plan allows {plan.max_windows}"
+        most = num_windows * plan.max_examples
+        if not 0 < num_examples <= most:
+            return f"{counted(num_examples, 'example')}, its plan allows {most:,}"
         if plan.weigh_as is not None:
             if weight != plan.weigh_as:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
@@ -287,8 +299,8 @@ class OpenRound:
         elif not 0 < weight <= num_examples * self._max_weight:
             examples = counted(num_examples, "example")
             return f"weight {weight} for {examples} of at most {self._max_weight} each"
-        if num_steps > plan.max_examples + 1:
-            return f"{num_steps} steps for {counted(plan.max_examples, 'example')}"
+        if num_steps > num_windows * (plan.max_examples + 1):
+            return f"{num_steps} steps for {counted(most, 'example')}"
         return None
 
 

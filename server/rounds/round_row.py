@@ -93,12 +93,14 @@ class RoundRow:
     not_evaluated: dict[str, str] = field(default_factory=dict)
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
-    # Of asynchronous rounds: the staleness of the accepted updates, the model of each, their weight
-    # after the discount, how many updates were refused as too stale, and how many devices still
-    # work on plans of this model or of an older one. None and empty in synchronous rounds.
+    # Of asynchronous rounds: the staleness of the accepted updates, the model of each, the windows
+    # of those that have more than one, the weight of all after the discount, how many updates were
+    # refused as too stale, and how many devices still work on plans of this model or of an older
+    # one. None and empty in synchronous rounds.
     staleness_mean: float | None = None
     staleness_max: int | None = None
     model_versions: dict[str, int] = field(default_factory=dict)
+    num_windows: dict[str, int] = field(default_factory=dict)
     discounted_weight: float | None = None
     num_stale: int | None = None
     num_at_work: int | None = None

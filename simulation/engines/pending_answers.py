@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import whole
+from headwater.common.compression.encoded_vector import Vector, whole
 from headwater.common.messages import Update
 from headwater.server.fleet import Dropout
 
@@ -46,7 +46,7 @@ class PendingAnswers:
         seconds = 0.0
         if isinstance(answer, Update):
             seconds = answer.report.seconds
-            answer = replace(answer, values_P=self._kept(whole(answer.values_P)))
+            answer = replace(answer, values_P=self._kept(answer.vector), encoded=None)
         heapq.heappush(self._heap, (sent_at + seconds, self._num_sent, answer))
         self._num_sent += 1
 
@@ -57,8 +57,9 @@ class PendingAnswers:
             self._held_bytes -= 4 * len(answer.values_P)
         return answer
 
-    def _kept(self, values_P: Tensor) -> Tensor:
+    def _kept(self, vector: Vector) -> Tensor:
         """Return a copy of a vector, in a file's memory if the RAM for vectors is used up."""
+        values_P = whole(vector)
         num_bytes = 4 * len(values_P)
         self._held_bytes += num_bytes
         if self._held_bytes <= self._ram_bytes or not num_bytes:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
+from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
 from headwater.server.operations import orders
-from tests.processes import Processes, model_digest, port_of, rows, until, write_task
+from tests.processes import (
+    Processes,
+    free_port,
+    model_digest,
+    port_of,
+    rows,
+    until,
+    write_task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -69,3 +79,56 @@ def test_a_device_that_is_killed_at_work_uses_its_examples_again(tmp_path: Path)
         server.succeed()
         again.succeed()
     assert rows(out)[0]["model_versions"] == {"0": 0}
+
+
+def test_a_device_that_returns_with_several_windows_counts_for_what_it_is(tmp_path: Path) -> None:
+    """Its server goes in its second plan, other servers take steps without it, then it returns."""
+    task, out = write_task(tmp_path, open_for=3), tmp_path / "out"
+    offline = ("--offline-windows", 5)
+    settings = ("--rounds", 100_000, "--buffer", 1, *SETTINGS, *offline, "--resume")
+    port = free_port()
+
+    def has_steps(number: int) -> bool:
+        return len(rows(out)) >= number
+
+    with Processes(tmp_path) as processes:
+        server = processes.server(*settings, "--listen", f"127.0.0.1:{port}", task=task.spec)
+        device = processes.client(port, 0, *offline, "--verbose", task=task.spec)
+        task.wait_until_reached()
+        until(lambda: has_steps(1), what=lambda: f"a step: {server.text()}")
+        server.kill(signal.SIGKILL)
+        server.wait()
+        device.wait_for("trying again")
+        task.open()
+        device.wait_for("5 windows are summed without a link")
+
+        server = processes.server(*settings, task=task.spec)
+        other = processes.client(port_of(server), 1, task=task.spec)
+        until(lambda: has_steps(4), what=lambda: f"three more: {server.text()}")
+        orders.write_order(out, "drain")
+        server.succeed()
+        other.succeed()
+        (out / orders.FILE).unlink(missing_ok=True)
+        num_before = len(rows(out))
+
+        server = processes.server(*settings, "--listen", f"127.0.0.1:{port}", task=task.spec)
+        device.wait_for("delivers 5 windows")
+        until(lambda: has_steps(num_before + 2), what=lambda: f"its return: {server.text()}")
+        orders.write_order(out, "drain")
+        server.succeed()
+        device.succeed()
+    found = rows(out)
+    late = found[num_before]
+    staleness = num_before - 1
+    assert late["num_windows"] == {"0": 5}
+    assert late["model_versions"] == {"0": 1}
+    assert (late["num_examples"], late["weight"]) == (5 * 24, 5 * 24)
+    assert late["staleness_max"] == staleness >= 3
+    assert late["discounted_weight"] == 5 * 24 * times_of(staleness, 0.5) / TIMES_OF_FRESH
+    # Each of its examples is used once: its place in its data is that after all that was counted.
+    counted = [row for row in found if "0" in row["model_versions"]]
+    state = json.loads(next((tmp_path / "state").glob("0-*.json")).read_text())["walk"]
+    last = counted[-1]["model_versions"]["0"] + 1
+    place = state["pending_place" if state["pending_round"] == last else "place"]
+    num_used = 50 * place["epoch"] + place["offset"] - len(place.get("skipped", ()))
+    assert num_used == sum(row["num_examples"] for row in counted)

@@ -119,6 +119,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {"asynchronous": ASYNCHRONOUS, **plan(follow_noise_scale=True)},
         "one model",
     ),
+    "asynchronous rounds and differences of models": (
+        {"asynchronous": ASYNCHRONOUS, "compression": {"down": "bfloat16"}},
+        "several versions",
+    ),
     "asynchronous rounds and a robust rule": (
         {"asynchronous": ASYNCHRONOUS, "aggregation": {"rule": "median"}},
         "one model",
@@ -130,6 +134,17 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "asynchronous rounds and other engines": (
         {"asynchronous": ASYNCHRONOUS, "simulation": {"engine": "grpc"}},
         "virtual clock",
+    ),
+    "offline windows and weights of data": (
+        {
+            "asynchronous": {"is_on": True, "offline_windows": 5},
+            "cohort": {"weighting": "dataset"},
+        },
+        "--weighting dataset",
+    ),
+    "offline windows and compression": (
+        {"asynchronous": {"is_on": True, "offline_windows": 5}, "compression": {"up": "int8"}},
+        "--compress int8",
     ),
     "masks and workers": ({**MASKS, "simulation": {"workers": 2}}, "worker processes"),
     "workers and other processes": (

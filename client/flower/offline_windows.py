@@ -1,0 +1,144 @@
+"""Carries out further windows of a plan while a device has no link, and delivers their sum.
+
+``client.transport.exchange`` calls for a window after another as long as the link is away; the
+answer to the next plan is then the sum, if the server still takes it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from flwr.app import ConfigRecord, RecordDict
+
+from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile, offline_name
+from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.state_file import SAMPLER
+from headwater.common.errors import HeadwaterError, StateError
+from headwater.common.flower import records
+from headwater.common.messages import Plan, Update
+
+log = logging.getLogger(__name__)
+
+OFFLINE = "offline"
+"""The query that the node sends its own app; no server may send it."""
+PLAN = "plan"
+
+
+def offline_file(request: DeviceRequest) -> OfflineSumFile:
+    """Return the file of the device's sum in this run."""
+    name, run_id = request.identity.name, request.context.run_id
+    return OfflineSumFile(request.state_folder / offline_name(name, run_id))
+
+
+def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
+    """Return the most windows that a sum may have, by the plan and by the device's owner."""
+    if request.local_store is not None:
+        return 1  # its own parameters follow each window
+    return min(plan.max_windows, request.settings.asynchronous.offline_windows)
+
+
+def content_to_keep(plan_json: str, report_json: str, vector: memoryview | bytes) -> RecordDict:
+    """Return the content of a message to the device's own app: the update that it is to keep."""
+    array = records.flat_array(vector, dtype="float32")
+    content = records.content_with_head(report_json, array)
+    content[PLAN] = ConfigRecord({"json": plan_json})
+    return content
+
+
+def go_on_offline(request: DeviceRequest) -> RecordDict:
+    """Keep an update that waits for a link, or add one more window to the one that is kept.
+
+    Raises:
+        StateError: it cannot be written, or nothing is kept.
+    """
+    content = request.message.content
+    plan = content.get(PLAN)
+    if isinstance(plan, ConfigRecord):
+        update = records.read_update(content)
+        kept = OfflineSum(
+            plan=Plan.model_validate_json(str(plan["json"])),
+            report=update.report,
+            sampler=request.sampler,
+        )
+        if num_windows_allowed(request, kept.plan) > 1:
+            offline_file(request).write(kept, update.values_P)
+        return records.update_content(update, as_view=True)
+    summed = add_window(request)
+    if summed is None:
+        raise StateError("nothing is kept of the update that waits for a link")
+    return records.update_content(summed, as_view=True)
+
+
+def add_window(request: DeviceRequest) -> Update | None:
+    """Carry out one more window, and return the sum; None if there is none to add to.
+
+    If the window fails, or the sum has no room for it, the sum is as before.
+    """
+    file, trainer = offline_file(request), request.trainer
+    kept = file.read()
+    if kept is None:
+        return None
+    version, plan = (request.context.run_id, kept.plan.model_version), kept.plan
+    most = num_windows_allowed(request, plan)
+    has_model = trainer.loaded_model.version == version
+    if has_model and kept.has_room and kept.report.num_windows < most:
+        try:
+            kept = _added(request, file, kept)
+        except HeadwaterError as error:
+            log.warning("no further window is summed without a link: %s: %s", error.code, error)
+    values_P = trainer.accumulator.values_P
+    if file.load_into(values_P) is None:
+        return None
+    return Update(values_P=values_P, report=kept.report)
+
+
+def _added(request: DeviceRequest, file: OfflineSumFile, kept: OfflineSum) -> OfflineSum:
+    """Sum one more window, and write the file with it.
+
+    Raises:
+        HeadwaterError: see ``Trainer.train``; or the sum overflows, or cannot be written.
+    """
+    identity = request.identity
+    window, sampler = request.trainer.train(
+        identity,
+        request.hardware,
+        kept.plan,
+        kept.next_sampler,
+        algorithm=algorithm_for(kept.plan, request.settings.algorithm, name=identity.name),
+    )
+    if not file.add_to(window.values_P):
+        raise StateError(f"{identity.name}: the sum of so many windows cannot be kept")
+    after = kept.after(window.report, sampler)
+    file.write(after, window.values_P)
+    records.save_state(request.context, SAMPLER, after.sampler)
+    log.info("%s: %d windows are summed without a link", identity.name, after.report.num_windows)
+    return after
+
+
+def deliverable(request: DeviceRequest, plan: Plan) -> Update | None:
+    """Return the sum that answers a new plan; None if there is none that the server would take.
+
+    A sum that the server has counted, or does not take any more, is removed: in the second case
+    its examples are used again.
+    """
+    file = offline_file(request)
+    kept = file.read()
+    if kept is None:
+        return None
+    if plan.counted_round == kept.plan.round or plan.max_windows == 1 or plan.is_masked:
+        file.remove()
+        return None
+    trainer = request.trainer
+    values_P = trainer.accumulator.values_P
+    trainer.accumulator.reclaim()
+    if file.load_into(values_P) is None:
+        return None
+    records.save_state(request.context, SAMPLER, kept.sampler)
+    log.warning(
+        "%s: delivers %d windows of the model of round %d, summed without a link",
+        request.identity.name,
+        kept.report.num_windows,
+        kept.plan.round,
+    )
+    return Update(values_P=values_P, report=kept.report)

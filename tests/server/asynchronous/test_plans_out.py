@@ -1,0 +1,53 @@
+"""The plans that clients may still answer survive a restart of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwater.common.messages import Plan
+from headwater.common.settings.schema import Settings
+from headwater.server.asynchronous.plans_out import FILE, PlansOut
+
+
+def plan_of(version: int) -> Plan:
+    return Plan(round=version + 1, run_seed=0, model_version=version, quota=4, micro_batch_size=2)
+
+
+def plans_in(folder: Path, *, max_staleness: int = 5, offline_windows: int = 3) -> PlansOut:
+    chosen = {
+        "is_on": True,
+        "max_staleness": max_staleness,
+        "offline_windows": offline_windows,
+    }
+    return PlansOut(Settings.model_validate({"out": folder, "asynchronous": chosen}))
+
+
+def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Path) -> None:
+    before, after = plans_in(tmp_path), plans_in(tmp_path)
+    before.add({"pi": plan_of(3), "laptop": plan_of(3)}, version=3)
+    before.add({"pi": plan_of(4)}, version=4)
+    after.restore()
+    assert (after.of("pi", 4), after.of("pi", 5)) == (plan_of(3), plan_of(4))
+    after.remove("pi", 4)
+    assert (after.of("pi", 4), after.of("pi", 5)) == (None, plan_of(4))
+    assert after.of("laptop", 4) == plan_of(3)
+
+
+def test_plans_of_models_that_are_too_old_are_forgotten(tmp_path: Path) -> None:
+    plans = plans_in(tmp_path)
+    plans.add({"pi": plan_of(1)}, version=1)
+    plans.add({"laptop": plan_of(7)}, version=7)
+    assert plans.of("pi", 2) is None
+
+
+def test_a_damaged_file_counts_as_empty(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"pi": ["{"]}')
+    plans = plans_in(tmp_path)
+    plans.restore()
+    assert plans.of("pi", 1) is None
+
+
+def test_nothing_is_written_without_offline_windows(tmp_path: Path) -> None:
+    plans = plans_in(tmp_path, offline_windows=1)
+    plans.add({"pi": plan_of(0)}, version=0)
+    assert not (tmp_path / FILE).exists()
