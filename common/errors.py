@@ -196,6 +196,12 @@ class WeightsSent(ConversionError):
         "replace ArrayRecord(model.state_dict()), and the Message around it, by: return "
         "sums.reply(message, metrics)"
     )
+class OtherReplies(ConversionError):
+    """A reply has a difference of parameters where sums of gradients are due, or the reverse."""
+    remedy = (
+        "use ModelDifference in the client with SumOfGradients(model, local_training=True), and "
+        "GradientSum without"
+    )
 class ReplyChanged(ConversionError):
     """A reply's arrays are not those that ``GradientSum.reply`` put in it."""
     remedy = (

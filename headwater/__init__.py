@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headwater.client.api import take_part
     from headwater.client.flower.gradient_sum import GradientSum
+    from headwater.client.flower.model_difference import ModelDifference
     from headwater.common.errors import HeadwaterError
     from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GradientSum",
     "HeadwaterError",
+    "ModelDifference",
     "Run",
     "SumOfGradients",
     "__version__",
@@ -43,6 +45,7 @@ __all__ = [
 _MODULES = {
     "GradientSum": "headwater.client.flower.gradient_sum",
     "HeadwaterError": "headwater.common.errors",
+    "ModelDifference": "headwater.client.flower.model_difference",
     "Run": "headwater.server.run_result",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",

@@ -69,7 +69,7 @@ class GradientSum:
             ParametersChanged: an optimizer stepped since this object was created.
             GradientsChanged: ``loss.backward()``, ``zero_grad()`` or clipping beside this method.
         """
-        n = _whole_number(n)
+        n = whole_number(n)
         self._check_untouched()
         reduction = watch(loss_sum)
         loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -110,7 +110,10 @@ class GradientSum:
                 ``tensors``.
         """
         arrays = ArrayRecord(self.tensors())
-        self._check_received(message)
+        named = dict(self._image.model.named_parameters())
+        check_received(
+            {slot.name: named[slot.name] for slot in self._image.layout.trainable}, message
+        )
         self._hook.remove()
         content = reply_content(
             arrays,
@@ -162,29 +165,6 @@ class GradientSum:
                 "len(labels)); a constant factor belongs into the server's learning rate",
             )
 
-    def _check_received(self, message: Message) -> None:
-        """Check that the model's parameters are those of the message."""
-        names = {slot.name for slot in self._image.layout.trainable}
-        records = [it for it in message.content.array_records.values() if names <= it.keys()]
-        if not records:
-            raise OtherParameters(
-                f"expected an ArrayRecord with the model's {len(names)} trainable parameters in "
-                f"the message, found none: the gradients cannot be those of the server's model",
-                remedy="start the strategy from ArrayRecord(model.state_dict()) of the same model",
-            )
-        named = dict(self._image.model.named_parameters())
-        other = [
-            name
-            for name in sorted(names)
-            if not torch.equal(named[name], torch.from_numpy(records[0][name].numpy().copy()))
-        ]
-        if other:
-            raise OtherParameters(
-                f"expected gradients at the parameters that the server sent, found other values "
-                f"of {', '.join(other[:5])} (a head restored from context.state, or other weights "
-                f"loaded before GradientSum)"
-            )
-
     def _note_reduction(self, reduction: LossReduction, n: int) -> None:
         self._factors.add(reduction.factor, n)
         if self._is_reduction_seen and not reduction.is_seen:
@@ -206,6 +186,33 @@ class GradientSum:
 
     def _parameter_versions(self) -> list[int]:
         return [parameter._version for parameter in self._image.trainable()]
+
+
+def check_received(parameters: Mapping[str, Tensor], message: Message) -> None:
+    """Check that these trainable parameters are those of the message.
+
+    Raises:
+        OtherParameters: the message has other values, or lacks one of them.
+    """
+    names = parameters.keys()
+    records = [it for it in message.content.array_records.values() if names <= it.keys()]
+    if not records:
+        raise OtherParameters(
+            f"expected an ArrayRecord with the model's {len(names)} trainable parameters in "
+            f"the message, found none: the gradients cannot be those of the server's model",
+            remedy="start the strategy from ArrayRecord(model.state_dict()) of the same model",
+        )
+    other = [
+        name
+        for name in sorted(names)
+        if not torch.equal(parameters[name], torch.from_numpy(records[0][name].numpy().copy()))
+    ]
+    if other:
+        raise OtherParameters(
+            f"expected gradients at the parameters that the server sent, found other values "
+            f"of {', '.join(other[:5])} (a head restored from context.state, or other weights "
+            f"loaded before GradientSum)"
+        )
 
 
 class _SumFactors:
@@ -257,7 +264,12 @@ def _is_close(ratio: float) -> bool:
     return abs(ratio - 1) < 1e-3
 
 
-def _whole_number(n: int) -> int:
+def whole_number(n: int) -> int:
+    """Return a number of examples.
+
+    Raises:
+        CountsDisagree: it is no whole number from 1.
+    """
     try:
         whole = operator.index(n)
     except TypeError:

@@ -32,6 +32,8 @@ class GradientTag:
     is_reduction_seen: bool
     """Whether every loss ended in a sum that autograd's graph showed."""
     checksum: int
+    is_difference: bool = False
+    """Whether the arrays are weight x (parameters before - after) of local steps."""
 
 
 def reply_content(
@@ -42,6 +44,7 @@ def reply_content(
     weight: int,
     num_passes: int,
     is_reduction_seen: bool,
+    is_difference: bool = False,
 ) -> RecordDict:
     """Return a reply's content: the arrays, the metrics and their tag."""
     tag = ConfigRecord(
@@ -51,6 +54,7 @@ def reply_content(
             "weight": weight,
             "num-passes": num_passes,
             "is-reduction-seen": is_reduction_seen,
+            "is-difference": is_difference,
             "checksum": checksum(arrays),
         }
     )
@@ -79,7 +83,9 @@ def read_tag(content: RecordDict, name: str) -> GradientTag | None:
         record.get("num-passes"),
     )
     is_seen, crc = record.get("is-reduction-seen"), record.get("checksum")
-    if not (isinstance(layout, str) and isinstance(is_seen, bool) and isinstance(crc, int)):
+    is_difference = record.get("is-difference", False)
+    are_flags = isinstance(is_seen, bool) and isinstance(is_difference, bool)
+    if not (isinstance(layout, str) and are_flags and isinstance(crc, int)):
         raise CorruptUpdate(f"{name}: the reply's tag has a field of another type")
     for key, count in (("weight", weight), ("num-passes", num_passes)):
         if not isinstance(count, int) or not 1 <= count <= MAX_WEIGHT:
@@ -89,12 +95,15 @@ def read_tag(content: RecordDict, name: str) -> GradientTag | None:
             )
     assert isinstance(weight, int)
     assert isinstance(num_passes, int)
+    assert isinstance(is_seen, bool)
+    assert isinstance(is_difference, bool)
     return GradientTag(
         layout=layout,
         weight=weight,
         num_passes=num_passes,
         is_reduction_seen=is_seen,
         checksum=crc,
+        is_difference=is_difference,
     )
 
 

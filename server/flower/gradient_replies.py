@@ -20,6 +20,7 @@ from headwater.common.errors import (
     CountsDisagree,
     HeadwaterError,
     ModelMismatch,
+    OtherReplies,
     ReplyChanged,
     UntaggedReply,
     UpdateRefused,
@@ -41,7 +42,11 @@ OUR_ERROR = re.compile(r"headwater\.common\.errors\.(\w+)(?:'>:<'|: )([^\n]*?)(?
 class ReplyReader:
     """Checks replies against one model, and copies their sums into ``values_P``."""
 
-    def __init__(self, image: ModelImage, weight_key: str) -> None:
+    def __init__(
+        self, image: ModelImage, weight_key: str, *, are_differences: bool = False
+    ) -> None:
+        """``are_differences`` says that clients train locally, and send ``ModelDifference``."""
+        self._are_differences = are_differences
         self.values_P = torch.zeros(image.layout.num_parameters)
         """The sums of the reply that was read last."""
         self._image = image
@@ -54,6 +59,7 @@ class ReplyReader:
         Raises:
             UpdateRefused: the client failed, or the reply is malformed.
             UntaggedReply, WeightsSent: ``GradientSum.reply`` did not make it.
+            OtherReplies: it has a difference of parameters where sums are due, or the reverse.
             ReplyChanged: a mod or a wrapper changed its arrays.
             CountsDisagree: the metrics have another count than the tag.
             ModelMismatch, ProtocolMismatch: the client has another model or version.
@@ -71,6 +77,11 @@ class ReplyReader:
         tag = read_tag(reply.content, name)
         if tag is None:
             raise self._untagged(array_record, name)
+        if tag.is_difference != self._are_differences:
+            kinds = {True: "a difference of parameters", False: "sums of gradients"}
+            raise OtherReplies(
+                f"{name}: expected {kinds[self._are_differences]}, found {kinds[tag.is_difference]}"
+            )
         self._check_layout(tag, array_record, name)
         self._copy(array_record, name)
         if checksum(array_record) != tag.checksum:

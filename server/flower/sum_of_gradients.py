@@ -75,10 +75,11 @@ class SumOfGradients(FedAvg):
         self,
         model: nn.Module,
         *,
-        optimizer: str = "adam",
-        learning_rate: float = 0.01,
+        optimizer: str | None = None,
+        learning_rate: float | None = None,
         optimizer_arguments: Mapping[str, Scalar] | None = None,
         schedule: settings.ScheduleSettings | None = None,
+        local_training: bool = False,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,
@@ -91,6 +92,10 @@ class SumOfGradients(FedAvg):
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
     ) -> None:
         """Make the model's flat layout and its optimizer; the other arguments are FedAvg's.
+
+        With ``local_training`` clients take optimizer steps of their own and reply by
+        ``ModelDifference``. The optimizer is then SGD at a rate of 1, which is FedAvg; without, it
+        is Adam at 0.01.
 
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
@@ -116,17 +121,14 @@ class SumOfGradients(FedAvg):
             )
         self._image = ModelImage(model)
         self._sum = CohortSum(self._image.layout)
-        self._optimizer_name = optimizer
+        chosen = settings.OptimizerSettings(
+            name=optimizer, learning_rate=learning_rate, arguments=dict(optimizer_arguments or {})
+        ).with_local_steps(settings.LocalSettings(steps=2 if local_training else 1))
+        self._optimizer_name, self._trains_locally = chosen.kind, local_training
         self._optimizer = ServerOptimizer(
-            self._image,
-            settings.OptimizerSettings(
-                name=optimizer,
-                learning_rate=learning_rate,
-                arguments=dict(optimizer_arguments or {}),
-            ),
-            schedule or settings.ScheduleSettings(),
+            self._image, chosen, schedule or settings.ScheduleSettings()
         )
-        self._replies = ReplyReader(self._image, weighted_by_key)
+        self._replies = ReplyReader(self._image, weighted_by_key, are_differences=local_training)
         self._sent: ArrayRecord | None = None
         self._sends_trained_alone = False
         self._num_invited = 0
@@ -140,6 +142,14 @@ class SumOfGradients(FedAvg):
         """
         self._refuse_wrapper()
         super().summary()
+        if self._trains_locally:
+            log.info(
+                "\t└──> Differences of local training: one step of %s a round, at the learning "
+                "rate %g, along their mean",
+                self._optimizer_name,
+                self._optimizer.learning_rate,
+            )
+            return
         log.info(
             "\t└──> Sums of gradients: one step of %s a round, at the learning rate %g, on the "
             "examples of all clients as one batch",
@@ -193,7 +203,7 @@ class SumOfGradients(FedAvg):
                     "ArrayRecord(model.state_dict()) from aggregate_train",
                 )
         for key in CLIENT_RATES:
-            if key in config:
+            if key in config and not self._trains_locally:
                 self._warn_once(
                     f"the train_config has {key} = {config[key]!r}, which changes nothing: the "
                     f"clients take no step. The rate is SumOfGradients(learning_rate=..., "
