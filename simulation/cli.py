@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,7 +148,31 @@ def replay(
 
     with page_of(FinishedRun(folder), page) as link:
         print_text(f"page at {link}; Ctrl-C ends it")
-        threading.Event().wait()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+@app.command(cls=PlainCommand)
+def guide(
+    page: Annotated[
+        str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
+    ] = "127.0.0.1:8601",
+) -> None:
+    r"""Open a guide that computes: accumulation, the planner and masks, with sliders.
+
+    It ends with Ctrl-C. Everything in it is computed by this installation, on this machine.
+
+    Try it: headwater-simulate guide
+    """
+    import threading
+
+    from headwater.common.system.console import print_text
+    from headwater.simulation.guide.open_guide import open_guide
+
+    with open_guide(page) as link:
+        print_text(f"guide at {link}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:

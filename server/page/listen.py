@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from headwater.common.errors import InsecureAddress, PortInUse
 from headwater.common.transport.tls import Credentials, is_loopback, split_address
@@ -49,19 +50,34 @@ def page_of(shown: Shown, address: str, credentials: Credentials | None = None) 
         InsecureAddress: see ``check_page_address``.
     """
     check_page_address(address, has_tls=credentials is not None)
-    host, port = split_address(address)
-    is_local = is_loopback(host)
+    is_local = is_loopback(split_address(address)[0])
     token = None if is_local else secrets.token_urlsafe(24)
+    hub = Hub(shown)
+    app = page_app(shown, hub, token=token)
+    with serving(app, address, None if is_local else credentials, hub=hub) as link:
+        yield link if token is None else f"{link}?token={token}"
+
+
+@contextmanager
+def serving(
+    app: ASGIApp, address: str, credentials: Credentials | None, *, hub: Hub | None = None
+) -> Iterator[str]:
+    """Serve a web application from a thread until the block ends; yield its address.
+
+    Raises:
+        PortInUse: the port cannot be opened.
+        SettingsError: not HOST:PORT.
+    """
+    host, port = split_address(address)
     listener = _listener(host, port, address)
-    port = listener.getsockname()[1]
     shown_host = f"[{host}]" if ":" in host else host
-    link = f"http{'' if is_local else 's'}://{shown_host}:{port}/"
+    link = f"http{'' if credentials is None else 's'}://{shown_host}:{listener.getsockname()[1]}/"
     with listener, tempfile.TemporaryDirectory(prefix="headwater-page-") as folder:
-        files = {} if is_local or credentials is None else _tls_files(credentials, Path(folder))
-        thread = _PageThread(shown, listener, token, files)
+        files = {} if credentials is None else _tls_files(credentials, Path(folder))
+        thread = _WebThread(app, listener, files, hub)
         thread.start()
         try:
-            yield link if token is None else f"{link}?token={token}"
+            yield link
         finally:
             thread.close()
 
@@ -91,19 +107,19 @@ def _tls_files(credentials: Credentials, folder: Path) -> dict[str, str]:
     return {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
 
 
-class _PageThread(threading.Thread):
-    """The event loop of the page: uvicorn, and the hub of open pages."""
+class _WebThread(threading.Thread):
+    """The event loop of a web application: uvicorn, and the hub of open pages if there is one."""
 
     def __init__(
-        self, shown: Shown, listener: socket.socket, token: str | None, files: dict[str, Any]
+        self, app: ASGIApp, listener: socket.socket, files: dict[str, Any], hub: Hub | None
     ) -> None:
         super().__init__(name="page", daemon=True)
-        self._hub = Hub(shown)
+        self._hub = hub
         self._listener = listener
         self._has_loop = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         config = uvicorn.Config(
-            page_app(shown, self._hub, token=token),
+            app,
             **files,
             loop="asyncio",
             http="h11",
@@ -127,13 +143,15 @@ class _PageThread(threading.Thread):
         self.join()
 
     def _end(self) -> None:
-        self._hub.end()
+        if self._hub is not None:
+            self._hub.end()
         self._server.should_exit = True
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._has_loop.set()
-        ticks = asyncio.create_task(self._hub.run())
+        ticks = None if self._hub is None else asyncio.create_task(self._hub.run())
         await self._server.serve([self._listener])
-        self._hub.end()
-        await ticks
+        if self._hub is not None and ticks is not None:
+            self._hub.end()
+            await ticks

@@ -154,3 +154,56 @@ def test_beyond_loopback_the_link_has_tls_and_a_token(browser: Browser, tmp_path
         assert answer is not None
         assert answer.status == 403
         refused.close()
+
+
+IS_SHOWN = """
+[...document.querySelectorAll('[data-lab]')].every(
+  (lab) => lab.dataset.shown === JSON.stringify(values(lab.id)))
+"""
+MOVE = """
+([lab, name, end]) => {
+  const input = document.querySelector(`#${lab} input[data-name=${name}]`);
+  input.value = input[end];
+  input.dispatchEvent(new Event('input', { bubbles: true }));
+}
+"""
+
+
+def test_every_slider_of_the_guide_works_and_each_break_shows_its_error(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with Processes(tmp_path) as processes:
+        guide = processes.start("simulation", "guide", "--page", "127.0.0.1:0")
+        url = guide.wait_for(r"guide at (\S+);").group(1)
+        with tab(browser, url) as page:
+            page.wait_for(IS_SHOWN)
+            ways = page.page.evaluate("shown.sums.ways.map((way) => way.error)")
+            assert ways[0] < 1e-6
+            assert min(ways[1:]) > 1e-3
+            assert page.page.locator("#sums-rows tr").count() == len(ways)
+            sliders = page.page.evaluate(
+                "[...document.querySelectorAll('input[data-name]')]"
+                ".map((input) => [input.closest('.lab').id, input.dataset.name])"
+            )
+            assert len(sliders) > 20
+            for end in ("max", "min"):
+                for lab, name in sliders:
+                    page.page.evaluate(MOVE, [lab, name, end])
+                    page.wait_for(IS_SHOWN)
+            page.page.click("#loop-jump")
+            assert "1 of 7 micro-batches" in page.text("#loop-verdict")
+            page.page.click("#loop-next")
+            assert page.page.locator("#loop-code [aria-current=step]").count() == 1
+            page.page.click("#run-start")
+            page.wait_for("shown.run?.points.length >= 2")
+            page.page.evaluate(MOVE, ["run", "steps", "max"])
+            page.page.click("#run-start")
+            page.wait_for("shown.run?.points.length >= 1 && shown.run.points[0].round === 1")
+            assert page.page.evaluate("shown.run.fault") == ""
+            assert page.faults() == []
+        with tab(browser, url, width=390, theme="dark") as page:
+            page.wait_for(IS_SHOWN)
+            assert page.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+            assert page.faults() == []
+        guide.kill(2)
+        assert guide.wait() == 0

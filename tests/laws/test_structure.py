@@ -58,8 +58,8 @@ METRICS_FILES = {
     "common/system/metrics_server.py",
     "server/operations/prometheus.py",
 }
-# Web servers and what they are made of: only the page has one.
-PAGE_PACKAGES, PAGE_FOLDER = ("starlette", "uvicorn"), "server/page/"
+# Web servers and what they are made of: only the page and the guide have one.
+PAGE_PACKAGES, PAGE_FOLDERS = ("starlette", "uvicorn"), ("server/page/", "simulation/guide/")
 
 
 @cache
@@ -146,10 +146,10 @@ def test_only_the_command_imports_sweeps() -> None:
 
 
 @pytest.mark.parametrize("package", PAGE_PACKAGES)
-def test_only_the_page_is_a_web_server(package: str) -> None:
+def test_only_the_page_and_the_guide_are_web_servers(package: str) -> None:
     found = importing(package)
     assert found
-    assert all(name.startswith(PAGE_FOLDER) for name in found)
+    assert all(name.startswith(PAGE_FOLDERS) for name in found)
 
 
 def test_no_file_is_in_a_circle_of_imports() -> None:

@@ -1,0 +1,78 @@
+"""The guide's web application: numbers out of range are cut, and a run is started and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from headwater.common.errors import InsecureAddress
+from headwater.simulation.guide.open_guide import open_guide
+from headwater.simulation.guide.run_lab import RunLab
+from headwater.simulation.guide.web import FILES, LABS, guide_app
+
+
+@pytest.fixture
+def lab() -> Iterator[RunLab]:
+    made = RunLab()
+    yield made
+    made.stop()
+
+
+def get(lab: RunLab, path: str, url: str = "http://localhost", **numbers: object) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=guide_app(lab))
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+            return await client.get(path, params={k: str(v) for k, v in numbers.items()})
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("name", LABS)
+@pytest.mark.parametrize("number", ["-1e300", "nan", "inf", "three", ""])
+def test_whatever_is_asked_is_computed_within_its_range(
+    lab: RunLab, name: str, number: str
+) -> None:
+    names = ("examples", "size", "batch", "limit", "devices", "colluders", "digit", "spread")
+    names += ("milliseconds", "megabytes", "link")
+    small = {"examples": 4, "batch": 4, "devices": 3} if number == "inf" else {}
+    answer = get(lab, f"/lab/{name}", **{**dict.fromkeys(names, number), **small})
+    assert answer.status_code == 200
+    assert answer.json()
+
+
+def test_it_serves_its_files_to_loopback_alone(lab: RunLab) -> None:
+    assert "A guide to play with" in get(lab, "/").text
+    for name in FILES:
+        assert get(lab, f"/static/{name}").status_code == 200
+    assert get(lab, "/lab/nothing").status_code == 404
+    assert get(lab, "/", url="http://evil.example").status_code == 400
+    assert "script-src 'self'" in get(lab, "/").headers["content-security-policy"]
+    with pytest.raises(InsecureAddress, match="guide"), open_guide("0.0.0.0:0"):
+        pass
+
+
+def wait_for(lab: RunLab, rounds: int) -> dict[str, Any]:
+    end = time.monotonic() + 120
+    while True:
+        state: dict[str, Any] = get(lab, "/run/state").json()
+        if len(state["points"]) >= rounds or state["fault"]:
+            return state
+        assert time.monotonic() < end, state
+        time.sleep(0.02)
+
+
+def test_a_run_is_watched_and_another_takes_its_place(lab: RunLab) -> None:
+    assert get(lab, "/run/state").json()["points"] == []
+    get(lab, "/run/start", devices=4, spread=2, size=8, examples=32, steps=1)
+    first = wait_for(lab, 1)
+    assert first["points"][0]["num_invited"] == 4
+    get(lab, "/run/start", devices=3, spread=1, size=8, examples=32, steps=1)
+    second = wait_for(lab, 1)
+    assert second["points"][0]["round"] == 1
+    assert second["points"][0]["num_invited"] == 3
+    assert second["fault"] == ""
