@@ -43,11 +43,8 @@ def simulate(
 ) -> None:
     r"""Simulate many clients on this machine, under a virtual clock.
 
-    The devices differ in speed, memory and links. The server's rounds and the devices' code are the
-    ones that run over the network. With K set and one thread a simulated run gives the same model
-    as a real one, bit for bit; for more than 32 devices use --compute one-by-one.
-
-    Without --task the bundled examples/digits.py:Digits is trained.
+    The server's rounds and the devices' code are those of a real run. With K set and one thread the
+    model is the same too, bit for bit; for more than 32 devices use --compute one-by-one.
 
     Try it: headwater-simulate --learning-rate 0.01 --page
     """
@@ -134,7 +131,7 @@ def replay(
         str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
     ] = "127.0.0.1:8600",
 ) -> None:
-    r"""Show the page of a finished run, DIR, in a browser, until Ctrl-C.
+    r"""Show a finished run, DIR, in a browser, until Ctrl-C.
 
     The file report.html in the same folder shows the same without a server.
 
@@ -158,7 +155,7 @@ def guide(
         str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
     ] = "127.0.0.1:8601",
 ) -> None:
-    r"""Open a guide that computes: accumulation, the planner and masks, with sliders.
+    r"""Open a guide in a browser: accumulation, planner and masks, with sliders.
 
     It ends with Ctrl-C. Everything in it is computed by this installation, on this machine.
 

@@ -37,10 +37,11 @@ def get(lab: RunLab, path: str, url: str = "http://localhost", **numbers: object
 def test_whatever_is_asked_is_computed_within_its_range(
     lab: RunLab, name: str, number: str
 ) -> None:
-    names = ("examples", "size", "batch", "limit", "devices", "colluders", "digit", "spread")
-    names += ("milliseconds", "megabytes", "link")
+    names = ["examples", "size", "batch", "limit", "devices", "colluders", "digit", "spread"]
+    names += ["milliseconds", "megabytes", "link"]
     small = {"examples": 4, "batch": 4, "devices": 3} if number == "inf" else {}
-    answer = get(lab, f"/lab/{name}", **{**dict.fromkeys(names, number), **small})
+    numbers: dict[str, Any] = {**dict.fromkeys(names, number), **small}
+    answer = get(lab, f"/lab/{name}", **numbers)
     assert answer.status_code == 200
     assert answer.json()
 
