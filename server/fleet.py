@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg import protocol as secagg
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.server.aggregation.cohort_sum import PartialSum
+from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.planning.cohort import ConnectedClients
 
@@ -65,6 +67,36 @@ class UpdateBatch:
 
     values_P: Tensor = field(repr=False)
     reports: ReportBatch = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BranchOrder:
+    """An aggregator's part of a round: its devices' plans, and the rules of the server above."""
+
+    plans: Mapping[str, Plan] = field(repr=False)
+    scale_bits: tuple[int, ...]
+    """Of the round's sum, one for each tensor."""
+    max_weight_per_example: int
+    norm_watch: NormWatch | None
+    beyond_norm: Literal["refuse", "clip", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BranchSum:
+    """What an aggregator sends to the server above in place of its devices' updates.
+
+    ``norms`` has the norm per unit of weight of each update that arrived; ``outliers`` names those
+    beyond the norm's limit; ``refused`` says why a device is not in the sum.
+    """
+
+    name: str
+    total: PartialSum = field(repr=False)
+    reports: Sequence[ReportFields] = field(repr=False)
+    norms: Mapping[str, float] = field(repr=False)
+    outliers: Sequence[str]
+    clip_bits: Sequence[int]
+    refused: Mapping[str, HeadwaterError]
+    refusals: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +154,7 @@ class Fleet(Protocol):
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
+    ) -> Iterator[Update | UpdateBatch | BranchSum | ReadyReport | Dropout]:
         """Send plans and model, and yield each answer as it arrives: a ReadyReport if masked.
 
         The vector of an update or a batch is valid until the next answer is requested. With fewer

@@ -15,6 +15,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
 from headwater.common.transport.tls import read_credentials
 from headwater.server.asynchronous.buffered_rounds import rounds_of
+from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
@@ -22,6 +23,8 @@ from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.server.tracking.trackers import trackers
+from headwater.server.tree.aggregator import Aggregator
+from headwater.server.tree.tree_fleet import TreeFleet
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -82,12 +85,26 @@ def _run_in_process(
         observers = Observers(RoundLog(), ReportWriter(), *tracking, observer)
         run(
             training,
-            fleet,
+            fleet if settings.simulation.aggregators == 1 else tree_of(fleet, training),
             on_round=on_round,
             resume=resume,
             observer=observers,
             run_round=rounds_of(settings, fleet),
         )
+
+
+def tree_of(fleet: LocalFleet, training: Training) -> Fleet:
+    """Return the fleet with its devices divided evenly among the aggregators of the settings."""
+    chosen = training.settings.simulation
+    return TreeFleet(
+        fleet,
+        [
+            Aggregator(f"aggregator {number}", fleet, training.image)
+            for number in range(chosen.aggregators)
+        ],
+        branch_of=lambda name: fleet.part(name) * chosen.aggregators // chosen.clients,
+        order=training.branch_order,
+    )
 
 
 def run_on_messages(

@@ -75,6 +75,8 @@ def check_together(
         *(evaluation, simulation),
     )
     found += _of_workers(simulation)
+    if simulation.aggregators > 1:
+        found += _of_tree(simulation, secure, aggregation, asynchronous)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
     found += [*_of_local(local, plan, schedule, algorithm, secure)]
     if found:
@@ -353,6 +355,36 @@ def _of_asynchronous(
         if is_refused:
             what, _, remedy = text.partition(": ")
             yield SettingsError(f"in asynchronous rounds {what}", remedy=remedy)
+
+
+def _of_tree(
+    simulation: SimulationSettings,
+    secure: SecureSettings,
+    aggregation: AggregationSettings,
+    asynchronous: AsynchronousSettings,
+) -> Iterator[SettingsError]:
+    """Yield what needs single updates, or other sums than those of aggregators."""
+    refused = {
+        "masks cancel within a branch, whose aggregator would see the sum of its devices: leave "
+        "out --secure-aggregation": secure.aggregation != "off",
+        "a rule needs single updates, and an aggregator sends a sum: leave out --aggregation": (
+            aggregation.rule != "sum"
+        ),
+        "asynchronous steps take single updates: leave out --asynchronous": asynchronous.is_on,
+        "they are simulated in one process: leave out --engine": simulation.engine != "in-process",
+        "devices that are computed together are added before any aggregator: leave out --compute": (
+            simulation.compute not in ("auto", "one-by-one")
+        ),
+        "there are fewer devices than that: lower --aggregators": (
+            simulation.aggregators > simulation.clients
+        ),
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            what, _, remedy = text.rpartition(": ")
+            yield SettingsError(
+                f"with --aggregators {simulation.aggregators} {what}", remedy=remedy
+            )
 
 
 def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:

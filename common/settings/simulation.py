@@ -66,6 +66,11 @@ class SimulationSettings(Branch):
         None,
         "file of faults to inject: dropouts at a phase, slow links, lying devices (docs/fleet.md)",
     )
+    aggregators: Count = setting(
+        1,
+        "aggregators, each with an equal part of the devices: the server adds their sums, and the "
+        "model is the same, bit for bit (docs/scale.md); 1: none",
+    )
     engine: Literal["in-process", "grpc", "flower-ray"] = setting(
         "in-process",
         "how the devices run; grpc: a server and a process per device, over the real wire; "

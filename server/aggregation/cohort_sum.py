@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,21 @@ FIRST_LARGEST_MEAN = 1.0
 MIN_SCALE_BITS, MAX_SCALE_BITS = -100, 200
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialSum:
+    """A part of a cohort's sum as integers, from an aggregator: a branch of a tree.
+
+    Per tensor: the integers count 2^-``scale_bits``; ``peaks`` has the largest magnitude in an
+    update, and ``bounds`` the sum of all updates' magnitudes, which the sum cannot exceed.
+    """
+
+    integers_P: NDArray[np.int64] = field(repr=False)
+    scale_bits: tuple[int, ...]
+    peaks: tuple[float, ...]
+    bounds: tuple[float, ...]
+    num_shifts: int
+
+
 class CohortSum:
     """The sum of a round's updates, in twice the bytes of the model."""
 
@@ -46,6 +62,7 @@ class CohortSum:
         self._layout = layout
         self._sum_P: NDArray[np.int64] = np.zeros(layout.num_parameters, dtype=np.int64)
         self._scale_bits = [0] * len(layout.spans)
+        self._opened_bits = (0,) * len(layout.spans)
         self._largest = [FIRST_LARGEST_MEAN] * len(layout.spans)
         self._is_first = True
         self._bounds: list[float] = []
@@ -83,7 +100,75 @@ class CohortSum:
             exponent = math.frexp(expected)[1] if expected > 0 else 0
             bits = room - exponent if scale_bits is None else scale_bits
             self._scale_bits[t] = min(max(bits, MIN_SCALE_BITS), MAX_SCALE_BITS)
+        self._opened_bits = tuple(self._scale_bits)
         self._runs = _runs_of(self._layout, self._scale_bits)
+
+    @property
+    def scale_bits(self) -> tuple[int, ...]:
+        """The scales that the round was opened with, one for each tensor."""
+        return self._opened_bits
+
+    def open_part(self, scale_bits: Sequence[int]) -> None:
+        """Empty the sum, and take the scales of the sum that this one will be a part of."""
+        self.open(num_clients=1, planned_weight=1)
+        self._scale_bits, self._opened_bits = list(scale_bits), tuple(scale_bits)
+        self._runs = _runs_of(self._layout, self._scale_bits)
+
+    def part(self) -> PartialSum:
+        """Return what was added so far; its integers are this sum's own memory."""
+        return PartialSum(
+            integers_P=self._sum_P,
+            scale_bits=tuple(self._scale_bits),
+            peaks=tuple(self._peaks),
+            bounds=tuple(self._bounds),
+            num_shifts=self.num_shifts,
+        )
+
+    def check_part(self, part: PartialSum, *, name: str, num_updates: int) -> None:
+        """Check a part before any of it is added.
+
+        Raises:
+            CorruptUpdate: it is not of this model, or no ``num_updates`` updates have such a sum.
+        """
+        found = len(part.integers_P), *map(len, (part.scale_bits, part.peaks, part.bounds))
+        num_tensors = len(self._scale_bits)
+        expected = (self._layout.num_parameters, num_tensors, num_tensors, num_tensors)
+        if found != expected:
+            raise CorruptUpdate(
+                f"{name}: a sum of {found} integers, scales, peaks and bounds, the model has "
+                f"{expected}"
+            )
+        for t, (start, end) in enumerate(self._layout.spans):
+            bound, bits, own = part.bounds[t], part.scale_bits[t], self._opened_bits[t]
+            if not (0 <= part.peaks[t] <= bound < math.inf) or bits > own:
+                raise CorruptUpdate(
+                    f"{name}: tensor {t} has the peak {part.peaks[t]}, the bound {bound} and the "
+                    f"scale {bits}; expected 0 <= peak <= bound, and a scale of at most {own}"
+                )
+            integers = part.integers_P[start:end]
+            largest = max(int(integers.max()), -int(integers.min())) if len(integers) else 0
+            # Each update is rounded by at most 1/2, and each shift of the sum by 1/2 once more.
+            if largest > math.ldexp(bound, bits) + num_updates + part.num_shifts:
+                raise CorruptUpdate(f"{name}: the sum of tensor {t} is larger than its updates")
+
+    def add_part(self, part: PartialSum, weight: int) -> None:
+        """Add a checked part: the result is the same integers as if its updates had been added.
+
+        That holds to the bit as long as no sum had to be shifted, in the part or here.
+        """
+        for t, (start, end) in enumerate(self._layout.spans):
+            self._peaks[t] = max(self._peaks[t], part.peaks[t])
+            self._bounds[t] += part.bounds[t]
+            exponent = math.frexp(self._bounds[t])[1] if self._bounds[t] else 0
+            bits = min(self._scale_bits[t], part.scale_bits[t], SUM_BITS - exponent)
+            own = self._sum_P[start:end]
+            if bits < self._scale_bits[t]:
+                _shift(own, self._scale_bits[t] - bits, out=own)
+                self._scale_bits[t] = bits
+                self.num_shifts += 1
+            own += _shift(part.integers_P[start:end], part.scale_bits[t] - bits)
+        self._runs = _runs_of(self._layout, self._scale_bits)
+        self.weight += weight
 
     def check(self, values_P: Vector, *, name: str) -> list[float]:
         """Check an update's vector before any of it is added; return the peaks for ``fold``.
@@ -151,8 +236,7 @@ class CohortSum:
         if excess > 0:
             start, end = self._layout.spans[t]
             part = self._sum_P[start:end]
-            shift = min(excess, 63)
-            np.right_shift(part + (1 << (shift - 1)), shift, out=part)
+            _shift(part, excess, out=part)
             self._scale_bits[t] -= excess
             self.num_shifts += 1
 
@@ -199,6 +283,16 @@ def _peak_of_parts(source: EncodedVector, start: int, end: int) -> float:
     starts = range(start, end, CHUNK)
     peaks = [_peak(source[low : min(low + CHUNK, end)]) for low in starts]
     return float(np.max(peaks)) if peaks else 0.0  # NaN propagates, unlike with ``max``
+
+
+def _shift(
+    integers: NDArray[np.int64], bits: int, *, out: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return integers divided by 2^bits, rounded to the nearest; themselves if bits is 0."""
+    if not bits:
+        return integers
+    shift = min(bits, 63)
+    return np.right_shift(integers + (1 << (shift - 1)), shift, out=out)
 
 
 # Coordinates ``low`` (inclusive) to ``high`` (exclusive), and their factors or common factor.

@@ -32,7 +32,7 @@ from headwater.server.aggregation.held_updates import HeldUpdates
 from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight
 from headwater.server.aggregation.robust_rules import scaled_to
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import Dropout, ReportBatch, UpdateBatch
+from headwater.server.fleet import BranchSum, Dropout, ReportBatch, UpdateBatch
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,11 @@ class OpenRound:
         """Record that a client's answer was refused; it is counted and logged."""
         self._refuse_updates([name], error)
 
-    def take(self, answer: Update | UpdateBatch | ReadyReport | Dropout) -> None:
-        """Check an answer; add it to the sum, or record why not. A batch counts whole or not."""
+    def take(self, answer: Update | UpdateBatch | BranchSum | ReadyReport | Dropout) -> None:
+        """Check an answer; add it to the sum, or record why not.
+
+        A batch, and the sum of a branch, count whole or not at all.
+        """
         match answer:
             case Dropout():
                 self.refuse(answer.name, answer.error)
@@ -137,6 +140,8 @@ class OpenRound:
                 self._take_update(answer)
             case UpdateBatch():
                 self._take_batch(answer)
+            case BranchSum():
+                self._take_branch(answer)
 
     def _take_update(self, update: Update) -> None:
         """Check and add one update; its report becomes part of columns after the last update."""
@@ -203,6 +208,45 @@ class OpenRound:
         self._total.fold(batch.values_P, sum(columns.sent_weight), peaks)
         self.accepted |= zip(columns.names, batch.reports, strict=True)
         self._batches.append(batch.reports)
+
+    def _take_branch(self, branch: BranchSum) -> None:
+        """Add an aggregator's sum; what it says of its devices is checked as if they said it.
+
+        That each update is what its device sent, and within the norm's limit, is the aggregator's
+        word: a branch is trusted as a server is.
+        """
+        for name, error in branch.refused.items():
+            self.refuse(name, error)
+        self.refusals.update(branch.refusals)
+        if not branch.reports:
+            return
+        columns = ReportColumns.of(*branch.reports)
+        try:
+            self._check_columns(columns)
+            number = len(columns.names)
+            self._total.check_part(branch.total, name=branch.name, num_updates=number)
+        except UpdateRefused as error:
+            self._refuse_updates(columns.names, error)
+            return
+        self._total.add_part(branch.total, sum(columns.sent_weight))
+        self.norms |= branch.norms
+        self.outliers += branch.outliers
+        self.accepted |= {report.name: report for report in branch.reports}
+        self._reports += branch.reports
+        self.clip_bits += branch.clip_bits
+
+    def branch_sum(self, name: str) -> BranchSum:
+        """Return this round as the answer of the aggregator that ran it."""
+        return BranchSum(
+            name=name,
+            total=self._total.part(),
+            reports=tuple(self._reports),
+            norms=self.norms,
+            outliers=self.outliers,
+            clip_bits=self.clip_bits,
+            refused=self.refused,
+            refusals=self.refusals,
+        )
 
     def _refuse_updates(self, names: Sequence[str], error: UpdateRefused) -> None:
         self._count(error)

@@ -8,7 +8,7 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.aggregation.step_correction import correct_steps
-from headwater.server.fleet import Fleet
+from headwater.server.fleet import BranchOrder, Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target, local_round
@@ -195,6 +195,16 @@ class Training:
             beyond_norm=self.settings.aggregation.beyond_norm,
             held=self.held,
             times_of=times_of,
+        )
+
+    def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
+        """Return what an aggregator needs for its devices' part of the open round."""
+        return BranchOrder(
+            plans=plans,
+            scale_bits=self.sum.scale_bits,
+            max_weight_per_example=self.max_weight_per_example,
+            norm_watch=self.norm_watch if self.privacy is None else None,
+            beyond_norm=self.settings.aggregation.beyond_norm,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:

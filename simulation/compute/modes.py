@@ -46,7 +46,7 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
     if chosen == "auto" and num_invited <= MAX_ONE_BY_ONE:
         log.info("devices are computed one by one: there are only %d in a round", num_invited)
         return _one_by_one(settings, devices, num_invited)
-    if chosen == "one-by-one":
+    if chosen == "one-by-one" or settings.simulation.aggregators > 1:
         return _one_by_one(settings, devices, num_invited)
     # A liar's norm is held against those of the honest devices.
     watches = devices.has_liars and settings.aggregation.beyond_norm != "keep"

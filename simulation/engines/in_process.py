@@ -73,6 +73,10 @@ class LocalFleet:
         self._pending = PendingAnswers()
         self._held = HeldModels()
 
+    def part(self, name: str) -> int:
+        """Return a device's number."""
+        return self._devices.identities.part(name)
+
     def report_left_out(self) -> None:
         """Log which devices have examples that cannot be trained on, if the task is checked."""
         if self._settings.check_task:
