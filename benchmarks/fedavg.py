@@ -170,7 +170,8 @@ def run_fedavg(
         deadline_seconds=deadline_seconds,
         num_epochs=num_epochs,
     )
-    task, image = federation.task, federation.image
+    task, image, num_rounds = federation.task, federation.image, settings.num_rounds
+    assert num_rounds is not None
     test_examples = open_test_examples(task, image.model)
     assert test_examples is not None
 
@@ -187,6 +188,6 @@ def run_fedavg(
     FedAvg(fraction_evaluate=0.0).start(
         grid,
         ArrayRecord(image.model.state_dict()),
-        num_rounds=settings.rounds,
+        num_rounds=num_rounds,
         evaluate_fn=evaluate,
     )

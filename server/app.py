@@ -20,6 +20,7 @@ from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import check_beginning
 from headwater.server.rounds.run_state import Training
+from headwater.server.succession.model_versions import ModelVersions
 from headwater.server.tracking.trackers import trackers
 
 # Flower's engines show only the loggers that descend from Flower's own.
@@ -66,7 +67,8 @@ def server_app(
             torch.set_num_threads(settings.threads)
         own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
         fleet = GridFleet(grid)
-        observers = Observers(RoundLog(), ReportWriter(), *own.trackers, observer)
+        versions = ModelVersions(own.training)
+        observers = Observers(RoundLog(), ReportWriter(), versions, *own.trackers, observer)
         run(
             own.training,
             fleet,

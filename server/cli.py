@@ -139,9 +139,9 @@ def enroll(
         str, typer.Option("--valid", metavar="TIME", help="How long the token is valid.")
     ] = "1h",
 ) -> None:
-    """Print a one-time join token, with which one device of this name gets its certificate.
+    """Print a one-time join token, with which a device gets its certificate.
 
-    The running server opens its enrolment port while a token is valid. Keep the token as secret as
+    One device of this name may use it. The running server opens its enrolment port while a token is valid. Keep the token as secret as
     a password: the first device that presents it gets the certificate.
 
     Try it: headwater-server enroll kitchen-pi
@@ -173,7 +173,7 @@ def plan(
         bool, typer.Option("--explain", help="Explain each device's quota.")
     ] = False,
 ) -> None:
-    """Show the plan of each device in a round, and how long the device took."""
+    """Show each device's plan in a round, and how long the device took."""
     from headwater.server.operations.plan_table import show_plan
 
     show_plan(out, round_number=round_number, explain=explain)
@@ -232,7 +232,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    r"""Test a run's model on examples of this machine: the loss and the task's metrics.
+    r"""Test a run's model on examples of this machine: loss and metrics.
 
     Try it: headwater-server evaluate --out runs/DIR --data rows.csv
     """

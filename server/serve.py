@@ -112,11 +112,12 @@ def serve_run(
         app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
-        if control is not None and control.is_draining and control.round < settings.rounds:
+        if control is not None and control.is_draining and settings.has_round_after(control.round):
             if shared is not None:
                 shared.is_drained = True
+            of = "" if settings.num_rounds is None else f" of {settings.rounds}"
             console.print(
-                f"drained after round {control.round} of {settings.rounds}; continue with: "
+                f"drained after round {control.round}{of}; continue with: "
                 f"{command} --resume --out {settings.out}",
                 soft_wrap=True,
             )
@@ -139,7 +140,11 @@ def _open(servicer: Servicer) -> Iterator[None]:
 
 @contextmanager
 def _control(
-    rounds: int, folder: Path, servicer: Servicer, round_number: int, long_wait_advice: str
+    rounds: int | str,
+    folder: Path,
+    servicer: Servicer,
+    round_number: int,
+    long_wait_advice: str,
 ) -> Iterator[RunControl]:
     """Follow orders and write the history, until the devices have been dismissed."""
 

@@ -83,6 +83,26 @@ def check_together(
         raise found[0]
 
 
+def check_endless(schedule: ScheduleSettings, privacy: PrivacySettings) -> None:
+    """Check the settings of a run of ``--rounds forever``: none of them may need a last round.
+
+    Raises:
+        SettingsError: one of them does.
+    """
+    if privacy.epsilon is not None:
+        raise SettingsError(
+            "--privacy-epsilon is divided among all rounds, and --rounds forever has no number of "
+            "them",
+            remedy="set --rounds N; or --privacy-noise-multiplier, whose epsilon grows with the "
+            "rounds and is shown after each",
+        )
+    if schedule.name == "OneCycleLR":
+        raise SettingsError(
+            "OneCycleLR has a last step, and --rounds forever has no last round",
+            remedy="set --rounds N, or choose a --schedule without an end",
+        )
+
+
 def _of_target(plan: PlanSettings) -> Iterator[SettingsError]:
     """Yield what is wrong with the target of a round: there is one, and K leaves none.
 

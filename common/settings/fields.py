@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -99,6 +99,7 @@ def _number_of_bytes(given: object) -> object:
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
+Rounds = Annotated[Count | Literal["forever"], Unit("N|forever")]
 Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
 Bytes = Annotated[int, BeforeValidator(_number_of_bytes), Field(ge=1, le=2**53), Unit("BYTES")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Unit("RATE")]

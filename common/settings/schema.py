@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import model_validator
 
-from headwater.common.settings.conflicts import check_together
+from headwater.common.settings.conflicts import check_endless, check_together
 from headwater.common.settings.fields import (
     ALL,
     DEVICE,
@@ -36,6 +36,7 @@ from headwater.common.settings.fields import (
     Branch,
     Count,
     Folder,
+    Rounds,
     Scalar,
     Unit,
     branch,
@@ -64,6 +65,7 @@ from headwater.common.settings.training import (
     OptimizerSettings,
     PlanSettings,
     ScheduleSettings,
+    VersionSettings,
 )
 
 __all__ = [
@@ -89,6 +91,7 @@ __all__ = [
     "SimulationSettings",
     "StandbySettings",
     "TlsSettings",
+    "VersionSettings",
     "flattened",
 ]
 
@@ -114,7 +117,13 @@ class Settings(Branch):
         ge=0,
         le=2**53,
     )
-    rounds: Count = setting(100, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
+    rounds: Rounds = setting(
+        100,
+        "server steps, or forever",
+        on=f"{RUNS} sweep",
+        panel=TRAINING,
+        short=True,
+    )
     threads: Count | None = setting(
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
@@ -170,6 +179,7 @@ class Settings(Branch):
     privacy: PrivacySettings = branch(PrivacySettings, PRIVACY, on=RUNS)
     model: ModelSettings = branch(ModelSettings, TASK, on=ALL)
     evaluation: EvaluationSettings = branch(EvaluationSettings, RUN, on=RUNS)
+    versions: VersionSettings = branch(VersionSettings, RUN, on=RUNS)
     tls: TlsSettings = branch(TlsSettings, TLS, on=f"server {DEVICE}")
     server: ServerSettings = branch(ServerSettings, SERVER, on="server")
     standby: StandbySettings = branch(StandbySettings, SERVER, on="server")
@@ -194,12 +204,23 @@ class Settings(Branch):
             evaluation=self.evaluation,
             simulation=self.simulation,
         )
+        if self.num_rounds is None:
+            check_endless(self.schedule, self.privacy)
         return self
 
     @property
     def server_optimizer(self) -> OptimizerSettings:
         """The server optimizer with its name and rate, chosen by the algorithm if not set."""
         return self.optimizer.with_local_steps(self.local)
+
+    @property
+    def num_rounds(self) -> int | None:
+        """The rounds of the run; None for ``forever``."""
+        return None if self.rounds == "forever" else self.rounds
+
+    def has_round_after(self, round_number: int) -> bool:
+        """Return whether another round follows the one of this number."""
+        return self.num_rounds is None or round_number < self.num_rounds
 
     @property
     def num_clients_needed(self) -> int:

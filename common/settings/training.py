@@ -328,6 +328,20 @@ class ModelSettings(Branch):
     )
 
 
+class VersionSettings(Branch):
+    """Dated versions of the model, which a run writes while it goes on (docs/operation.md)."""
+
+    every: Literal["never", "day", "week", "month"] | None = setting(
+        None,
+        "write the model to OUT/versions in the first round of each such period, by UTC; not set: "
+        "week with --rounds forever, else never",
+        "--version-every",
+    )
+    kept: Count | None = setting(
+        None, "delete the oldest versions beyond so many; not set: all stay", "--versions-kept"
+    )
+
+
 class EvaluationSettings(Branch):
     """When and where the model is tested."""
 

@@ -74,13 +74,13 @@ class RunControl(Observer):
         folder: Path,
         *,
         round_number: int,
-        rounds: int,
+        rounds: int | str,
         device_records: DeviceRecords,
         on_order: Callable[[Order | None], None],
         is_alive: Callable[[], bool],
         long_wait_advice: str = LONG_WAIT_ADVICE,
     ) -> None:
-        """Lock the run's folder; ``round_number`` is the last committed round.
+        """Lock the run's folder; ``round_number`` is the last committed round, of ``rounds``.
 
         ``on_order`` is called with each new order; ``is_alive`` returns whether the devices' event
         loop responds; ``long_wait_advice`` ends the warning about a round that waits long.

@@ -46,7 +46,9 @@ def print_settings(settings: Settings, *, where: str) -> None:
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     mode = settings.secure.aggregation
     masked = "" if mode == "off" else f"; updates are masked ({mode})"
-    print_text(f"{counted(settings.rounds, 'round')} of {optimizer.name} at {rate}; {work}{masked}")
+    rounds = settings.num_rounds
+    number = "rounds without end" if rounds is None else counted(rounds, "round")
+    print_text(f"{number} of {optimizer.name} at {rate}; {work}{masked}")
 
 
 def _max_weight(settings: Settings) -> int:
@@ -88,13 +90,12 @@ class _RunLines(Observer):
         self._settings = settings
 
     def resumed(self, round_number: int, changed: Changes) -> None:
-        rounds = self._settings.rounds
         if not round_number:
             print_text(f"{self._settings.out} has no checkpoint yet: the run begins with round 1")
-        elif round_number >= rounds:
+        elif not self._settings.has_round_after(round_number):
             print_text(
                 f"already done: the run has {counted(round_number, 'round')}, and --rounds is "
-                f"{rounds}; train on with --resume --rounds N"
+                f"{self._settings.rounds}; train on with --resume --rounds N"
             )
         else:
             print_text(f"continues after round {round_number}")

@@ -39,7 +39,8 @@ class RoundDisplay(Observer):
     def __init__(
         self, settings: Settings, *, clock: Callable[[], float], is_ascii: bool = False
     ) -> None:
-        self._rounds = settings.rounds
+        self._rounds = settings.num_rounds
+        """The last round; None if there is none."""
         self._num_awaited = settings.cohort.min_clients
         # With data set weighting a weight is the size of the device's data, in no unit of its own.
         self._has_tokens = settings.cohort.weighting == "samples"
@@ -93,25 +94,33 @@ class RoundDisplay(Observer):
     def block(self, width: int) -> list[Text]:
         """Return the run's state in lines of ``width`` columns."""
         row = self._row
-        title = f"round {self._round} of {self._rounds}"
-        share = self._round / self._rounds
-        lines = head(title, share, self._pace(row), width, is_ascii=self._is_ascii)
+        title, pace = self._title(self._round), self._pace(row)
+        if self._rounds is None:
+            lines = pack([Text(title, style="bold"), *pace], width)
+        else:
+            share = self._round / self._rounds
+            lines = head(title, share, pace, width, is_ascii=self._is_ascii)
         if row is not None:
             lines += pack([*self._figures(row, self._metrics), *details(row)], width)
-        if self._round < self._rounds and self._clock() - self._since >= SHOWN_WAIT_SECONDS:
+        if self._round != self._rounds and self._clock() - self._since >= SHOWN_WAIT_SECONDS:
             lines += pack([Text(self.wait_line(), style="dim")], width)
         return lines
 
     def round_line(self, row: RoundRow) -> str:
         """Return a committed round as one line."""
-        width = len(str(self._rounds))
-        head = f"round {row.round:>{width}} of {self._rounds}"
         pace = [] if row.round == self._rounds else self._pace(row)
-        return line_of([head, *self._figures(row, row.metrics), *pace, *details(row)])
+        return line_of(
+            [
+                self._title(row.round, is_aligned=True),
+                *self._figures(row, row.metrics),
+                *pace,
+                *details(row),
+            ]
+        )
 
     def wait_line(self) -> str:
         """Return what the run waits for, and since when."""
-        head = f"round {self._round + 1} of {self._rounds}:"
+        head = f"{self._title(self._round + 1)}:"
         since = f"since {duration(float(round(self._clock() - self._since)))}"
         opened = self._opened
         if self._work:
@@ -127,6 +136,13 @@ class RoundDisplay(Observer):
         names = printable(names_text(missing[:MAX_NAMES], len(missing)))
         num_answered = asked - len(missing)
         return f"{head} {num_answered} of {devices} answered; awaits {names} {since}"
+
+    def _title(self, number: int, *, is_aligned: bool = False) -> str:
+        """Return a round's number, and of how many if there is a last one."""
+        if self._rounds is None:
+            return f"round {number}"
+        width = len(str(self._rounds)) if is_aligned else 0
+        return f"round {number:>{width}} of {self._rounds}"
 
     def _figures(self, row: RoundRow, metrics: Mapping[str, float]) -> list[str]:
         is_in_tokens = self._has_tokens and row.weight != row.num_examples
@@ -154,9 +170,11 @@ class RoundDisplay(Observer):
             return []
         (begin, first), (end, last) = self._points[0], self._points[-1]
         seconds = (end - begin) / (last - first) if last > first else row.seconds
-        left = seconds * (self._rounds - row.round)
         pace = [f"{duration(seconds)} a round"]
-        return pace if row.round >= self._rounds else [*pace, f"{duration(_rounded(left))} left"]
+        if self._rounds is None or row.round >= self._rounds:
+            return pace
+        left = seconds * (self._rounds - row.round)
+        return [*pace, f"{duration(_rounded(left))} left"]
 
 
 def _has_answered(opened: OpenRound, name: str) -> bool:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +19,12 @@ from headwater.common.system.printable import printable_name
 from headwater.server.operations.curves import draw_curves
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
+from headwater.server.succession.log_limits import (
+    MAX_EVENT_BYTES,
+    RowsFile,
+    delete_oldest,
+    older_file,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +42,14 @@ NOISE = (
 
 
 class RoundLog(Observer):
-    """Appends each round to rounds.jsonl and to the TensorBoard log, and draws curves.png."""
+    """Appends each round to rounds.jsonl and to the TensorBoard log, and draws curves.png.
+
+    Of a run without a last round only the latest rows stay (``server.succession.log_limits``).
+    """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._file: TextIO
+        self._file: RowsFile
         self._board: _Board | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
@@ -57,16 +66,16 @@ class RoundLog(Observer):
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in read_rows(folder) if row["round"] <= round_number]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            write_atomically(folder / ROUNDS, text.encode())
-            self._file = (folder / ROUNDS).open("a", encoding="utf-8", newline="\n")
+            for path in (older_file(folder / ROUNDS), folder / ROUNDS):
+                _drop_rows_after(round_number, path)
+            is_bounded = settings.num_rounds is None
+            self._file = RowsFile(folder / ROUNDS, is_bounded=is_bounded)
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
             ) from error
         self._folder = folder
-        self._board = _Board.open(folder / EVENTS)
+        self._board = _Board.open(folder / EVENTS, is_bounded=is_bounded)
 
     def stepped(self, row: RoundRow) -> None:
         """Write one round's row.
@@ -77,8 +86,7 @@ class RoundLog(Observer):
         if self._folder is None:
             return
         try:
-            self._file.write(_json(row) + "\n")
-            self._file.flush()
+            self._file.write(_json(row))
         except OSError as error:
             raise StateError(
                 f"round {row.round} cannot be written to {self._folder / ROUNDS}: {error.strerror}",
@@ -143,8 +151,23 @@ def _without_nan(value: Any) -> Any:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read rounds.jsonl as dictionaries; a last line that a crash cut off is skipped."""
+    """Read rounds.jsonl as dictionaries; a last line that a crash cut off is skipped.
+
+    Of a long run without a last round it reads the file of the rows before, too.
+    """
     path = folder / ROUNDS
+    return [*_read_file(older_file(path)), *_read_file(path)]
+
+
+def _drop_rows_after(round_number: int, path: Path) -> None:
+    """Rewrite a file of rows without those after a round; a missing rounds.jsonl becomes empty."""
+    if not path.exists() and path.name != ROUNDS:
+        return
+    kept = [row for row in _read_file(path) if row["round"] <= round_number]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
@@ -169,17 +192,24 @@ def _draw(folder: Path) -> None:
 class _Board:
     """Writes TensorBoard's event file without importing TensorFlow or torch's wrapper."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_bounded: bool) -> None:
+        self._folder, self._is_bounded = folder, is_bounded
+        self._begin_file()
+
+    def _begin_file(self) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(folder))
+        self._writer = EventFileWriter(str(self._folder))
+        self._num_bytes = 0
+        if self._is_bounded:
+            delete_oldest(self._folder)
 
     @staticmethod
-    def open(folder: Path) -> _Board | None:
+    def open(folder: Path, *, is_bounded: bool) -> _Board | None:
         if importlib.util.find_spec("tensorboard") is None:
             log.warning("no TensorBoard log: pip install 'headwater[server]' writes one")
             return None
-        return _Board(folder)
+        return _Board(folder, is_bounded=is_bounded)
 
     def add(self, step: int, scalars: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -190,6 +220,10 @@ class _Board:
             for name, value in scalars.items()
         ]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._num_bytes += event.ByteSize()
+        if self._is_bounded and self._num_bytes >= MAX_EVENT_BYTES:
+            self._writer.close()
+            self._begin_file()
         self._writer.add_event(event)
 
     def close(self) -> None:

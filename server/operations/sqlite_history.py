@@ -24,6 +24,8 @@ from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
 FILE = "history.sqlite"
 BUSY_SECONDS = 1.0
+# Older rounds and events are deleted: a run may have no last round.
+MAX_ROUNDS, MAX_EVENTS = 200_000, 10_000
 
 MIGRATIONS = (
     """
@@ -129,9 +131,12 @@ class History:
                     _insert(database, columns)
 
     def add_round(self, columns: Mapping[str, Any]) -> None:
-        """Write a round's columns, see ``round_columns``."""
+        """Write a round's columns, see ``round_columns``; the last ``MAX_ROUNDS`` rounds stay."""
         with self._database as database:
             _insert(database, columns)
+            database.execute(
+                "DELETE FROM rounds WHERE round <= ?", (columns["round"] - MAX_ROUNDS,)
+            )
 
     def write_devices(self, devices: Iterable[DeviceRecord]) -> None:
         """Write the records that have changed since they were last written."""
@@ -150,9 +155,14 @@ class History:
         self._written |= changed
 
     def add_event(self, kind: str, detail: str = "") -> None:
-        """Write an event other than a round: started, pause, resume, drain, aborted, ended."""
+        """Write an event other than a round: started, pause, resume, drain, aborted, ended.
+
+        The last ``MAX_EVENTS`` stay.
+        """
         with self._database as database:
-            database.execute("INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, detail))
+            event = (time.time(), kind, detail)
+            row = database.execute("INSERT INTO events VALUES (?, ?, ?)", event).lastrowid or 0
+            database.execute("DELETE FROM events WHERE rowid <= ?", (row - MAX_EVENTS,))
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Write the run's current state."""

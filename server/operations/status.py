@@ -89,8 +89,8 @@ def _is_finished(snapshot: HistorySnapshot) -> bool:
     last = next((one for one in snapshot.events if one["kind"] in ("started", "ended")), None)
     if last is None or last["kind"] == "started":
         return False
-    num_done, rounds = snapshot.state.get("round") or 0, snapshot.state.get("rounds") or 0
-    return last["detail"] == "done" or 0 < rounds <= num_done
+    num_done, rounds = snapshot.state.get("round") or 0, snapshot.state.get("rounds")
+    return last["detail"] == "done" or (isinstance(rounds, int) and 0 < rounds <= num_done)
 
 
 def exit_status(status: dict[str, Any]) -> int:
@@ -198,6 +198,8 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
 
 def _rounds_done(status: dict[str, Any]) -> str:
     rounds = status["rounds"]
+    if rounds == "forever":
+        return f"{counted(status['round'] or 0, 'round')} done, without a last one"
     return f"{status['round'] or 0} of {counted(rounds, 'round') if rounds else '? rounds'} done"
 
 

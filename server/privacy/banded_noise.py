@@ -223,7 +223,7 @@ def banded_noise(
     chosen: PrivacySettings,
     *,
     rho: float | None,
-    rounds: int,
+    rounds: int | None,
     saved: Mapping[str, Any] | None,
     num_rounds: int,
     num_values: int,
@@ -234,7 +234,8 @@ def banded_noise(
 
     ``rho`` is the zCDP that a device may spend; None where the noise is set. A device takes part at
     most ceil(rounds / bands) times, and a new run divides ``rho`` by that. A saved one keeps its
-    noise, and devices take part as often as ``rho`` allows.
+    noise, and devices take part as often as ``rho`` allows. ``rounds`` is None if there is no last
+    round; then the noise is set.
 
     Raises:
         SettingsError: the saved noise has other bands, or another strength than is set.
@@ -253,6 +254,7 @@ def banded_noise(
         multiplier = found
     if multiplier is None:
         assert rho is not None
+        assert rounds is not None
         multiplier = math.sqrt(-(-rounds // bands) / (2 * rho)) * (1 + 1e-12)
     most = None if rho is None else math.floor(rho * 2 * multiplier * multiplier * (1 + 1e-9))
     noise = BandedNoise(

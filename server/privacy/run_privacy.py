@@ -134,7 +134,7 @@ class RunPrivacy:
         return banded_noise(
             self._settings.privacy,
             rho=self._rho,
-            rounds=self._settings.rounds,
+            rounds=self._settings.num_rounds,
             saved=saved,
             num_rounds=num_rounds,
             num_values=self._num_values,
@@ -191,7 +191,8 @@ class RunPrivacy:
 
     def _multiplier_of_rest(self, rho: float, *, round_number: int) -> float:
         """Return the noise that spends the rest of ``rho`` evenly over the remaining rounds."""
-        rounds = max(self._settings.rounds - round_number + 1, 1)
+        assert self._settings.num_rounds is not None  # an epsilon needs them, see check_endless
+        rounds = max(self._settings.num_rounds - round_number + 1, 1)
         if self._epochs is None:
             events = self._accountant.events
             return multiplier_of_rest(rho, events, rounds=rounds, gain=self._gain)

@@ -27,7 +27,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
-from headwater.common.settings.schema import EvaluationSettings, Settings
+from headwater.common.settings.schema import Settings
 from headwater.common.streams import as_examples
 from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import described, running
@@ -134,9 +134,10 @@ def _first_sums(task: Task, model: nn.Module, examples: Examples) -> Metrics:
         return loss_sum(task, model, batch_of(task, examples, [0]))[2]
 
 
-def is_due(chosen: EvaluationSettings, *, round_number: int, rounds: int) -> bool:
+def is_due(settings: Settings, *, round_number: int) -> bool:
     """Return whether a round ends with an evaluation; the last one always does."""
-    return round_number % chosen.every_rounds == 0 or round_number == rounds
+    is_last = not settings.has_round_after(round_number)
+    return is_last or round_number % settings.evaluation.every_rounds == 0
 
 
 def on_server(

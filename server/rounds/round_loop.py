@@ -113,13 +113,13 @@ def _run_rounds(
 ) -> None:
     settings = training.settings
     num_aborted = 0
-    while training.round < settings.rounds:
+    while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
             log.warning(
-                "stopped after round %d of %d: %s; a larger --patience with --resume goes on",
+                "stopped after round %d%s: %s; a larger --patience with --resume goes on",
                 training.round,
-                settings.rounds,
+                "" if settings.num_rounds is None else f" of {settings.rounds}",
                 why,
             )
             return
@@ -139,7 +139,7 @@ def _run_rounds(
             continue
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
         num_aborted = 0
-        if evaluation.is_due(settings.evaluation, round_number=row.round, rounds=settings.rounds):
+        if evaluation.is_due(settings, round_number=row.round):
             training.follow_metrics(row.metrics, loss=row.loss if row.epsilon is None else None)
         with interrupts_held():
             observer.stepped(row)
@@ -269,7 +269,7 @@ def _evaluate(
     """Return the round's metrics: of the training always, of tests in the rounds that have them."""
     metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
     chosen = training.settings.evaluation
-    if not evaluation.is_due(chosen, round_number=training.round, rounds=training.settings.rounds):
+    if not evaluation.is_due(training.settings, round_number=training.round):
         return EvaluatedRound(metrics=metrics)
     tested = training.evaluate_on_server()
     found = EvaluatedRound()

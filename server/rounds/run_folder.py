@@ -44,7 +44,7 @@ def check_beginning(training: Training, folder: Path, *, resume: bool) -> None:
     elif training.privacy is not None:
         _, done = checkpoint.run_position(folder, resume=True)
         training.privacy.open_file(num_rounds=done)
-        if done < training.settings.rounds:
+        if training.settings.has_round_after(done):
             training.privacy.check_left(round_number=done + 1)
 
 

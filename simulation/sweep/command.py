@@ -137,14 +137,14 @@ class _SweepDisplay:
         self.failed: list[tuple[SweepRun, str]] = []
         self.num_ended = 0
         self._num_runs = len(runs)
-        self._total = sum(run.settings.rounds for run in runs)
+        self._total = sum(_num_rounds(run) for run in runs)
         self._done = {run.folder: 0 for run in runs}
         self._last_line = ""
         self._begin = time.monotonic()
 
     def take(self, run: SweepRun, progress: RunProgress) -> None:
         """Take a committed round, or the end of a run."""
-        self._done[run.folder] = run.settings.rounds if progress.ended else progress.round
+        self._done[run.folder] = _num_rounds(run) if progress.ended else progress.round
         if progress.ended is None:
             self._last_line = progress.line
             return
@@ -170,6 +170,11 @@ class _SweepDisplay:
     def _figures(self) -> list[str]:
         passed = duration(float(round(time.monotonic() - self._begin)))
         return [f"{self._num_done:,} of {counted(self._total, 'round')}", passed, self._last_line]
+
+
+def _num_rounds(run: SweepRun) -> int:
+    assert run.settings.num_rounds is not None  # ``plan_runs`` refuses a run without end
+    return run.settings.num_rounds
 
 
 def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None) -> None:

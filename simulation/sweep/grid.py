@@ -97,7 +97,7 @@ def plan_runs(
 
     Raises:
         SettingsError: a setting is unknown, out of range, or reserved for the sweep (seed, out);
-            there are more than ``MAX_RUNS`` runs, or two equal ones.
+            a run has no end; there are more than ``MAX_RUNS`` runs, or two equal ones.
     """
     for key in ("seed", "out"):
         if key in tree or key in sweep.grid or overrides.get(key) is not None:
@@ -142,6 +142,11 @@ def _run_of(
     except SettingsError as error:
         message = error.message.removeprefix("the command line: ")
         raise SettingsError(f"the sweep at {name}: {message}", remedy=error.remedy) from error
+    if settings.num_rounds is None:
+        raise SettingsError(
+            f"the sweep at {name}: a run of --rounds forever has no result to compare",
+            remedy="set --rounds N",
+        )
     folder = out / f"{name}-{digest(settings)}" / f"seed-{seed}"
     return SweepRun(point=point, seed=seed, settings=settings.model_copy(update={"out": folder}))
 

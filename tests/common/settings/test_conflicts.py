@@ -222,3 +222,17 @@ def test_a_conflict_is_told_before_the_task_and_the_data_are_looked_for() -> Non
             secure_aggregation="active",
             settings={"aggregation.rule": "median"},
         )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"privacy": {"epsilon": 8}, "plan": {"accumulation_steps": 2}},
+        {"schedule": {"name": "OneCycleLR", "arguments": {"max_lr": 0.1, "total_steps": 10}}},
+    ],
+)
+def test_what_needs_a_last_round_is_refused_with_rounds_forever(changes: dict[str, Any]) -> None:
+    assert Settings.model_validate({"rounds": 10, **changes}).num_rounds == 10
+    with pytest.raises(SettingsError, match="--rounds forever") as caught:
+        Settings.model_validate({"rounds": "forever", **changes})
+    assert "--rounds N" in caught.value.remedy

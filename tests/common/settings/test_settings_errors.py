@@ -15,15 +15,15 @@ from headwater.common.settings.sources import from_run_config, load
 FILES: dict[str, tuple[str, str]] = {
     "wrong type": (
         "rounds = 'many'",
-        "rounds (--rounds): expected a whole number, at least 1, found 'many'",
+        "rounds (--rounds): expected a whole number, at least 1 or forever, found 'many'",
     ),
     "below the range": (
         "rounds = 0",
-        "rounds (--rounds): expected a whole number, at least 1, found 0",
+        "rounds (--rounds): expected a whole number, at least 1 or forever, found 0",
     ),
     "fraction for a whole number": (
         "rounds = 1.5",
-        "rounds (--rounds): expected a whole number, at least 1, found 1.5",
+        "rounds (--rounds): expected a whole number, at least 1 or forever, found 1.5",
     ),
     "negative seed": (
         "seed = -1",
@@ -124,7 +124,7 @@ def test_a_wrong_flag_is_named_as_coming_from_the_command_line(tmp_path: Path) -
     file.write_text("rounds = 3")
     error = error_of(file, {"rounds": "x"})
     assert error.message == (
-        "the command line: rounds (--rounds): expected a whole number, at least 1, found 'x'"
+        "the command line: rounds (--rounds): expected a whole number, at least 1 or forever, found 'x'"
     )
     assert "--help-all" in error.remedy
 
@@ -144,6 +144,14 @@ def test_several_wrong_settings_are_all_shown_with_their_sources(tmp_path: Path)
         "the command line",
         str(file),
     ]
+
+
+@pytest.mark.parametrize("rounds", ["never", "0", 0, 1.5])
+def test_rounds_that_are_neither_a_number_nor_forever_are_refused(rounds: object) -> None:
+    text = str(error_of(None, {"rounds": rounds}))
+    assert "rounds (--rounds): expected a whole number, at least 1 or forever" in text
+    assert load(None, {"rounds": "forever"}).num_rounds is None
+    assert load(None, {"rounds": "12"}).num_rounds == 12
 
 
 def test_a_union_s_error_is_shown_once() -> None:

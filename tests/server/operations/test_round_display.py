@@ -213,3 +213,17 @@ def test_a_run_that_has_ended_shows_no_time_left() -> None:
     shown.begun(1, {})
     shown.on_round(full_row(12))
     assert not any("left" in line and "a round" in line for line in drawn(shown, 80))
+
+
+def test_a_run_without_a_last_round_shows_no_share_and_no_time_left() -> None:
+    clock = Clock()
+    shown = display(clock, rounds="forever")
+    shown.begun(1, {})
+    clock.now = 2.0
+    shown.on_round(row(1, "pi"))
+    assert shown.round_line(row(1, "pi")).startswith("round 1  loss")
+    assert shown.block(200)[0].plain.startswith("round 1  2 s a round")
+    assert shown.wait_line().startswith("round 2: waits")
+    text = " ".join(drawn(shown, 200)) + shown.round_line(row(1, "pi"))
+    assert "s left" not in text
+    assert "forever" not in text

@@ -129,3 +129,19 @@ def test_a_migration_is_applied_completely_or_not_at_all(tmp_path: Path) -> None
     history = History(tmp_path)
     history.add_event("started")
     history.close()
+
+
+def test_a_history_keeps_a_limited_number_of_rounds_and_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.server.operations.sqlite_history.MAX_ROUNDS", 3)
+    monkeypatch.setattr("headwater.server.operations.sqlite_history.MAX_EVENTS", 2)
+    history = History(tmp_path)
+    for number in range(1, 6):
+        history.add_round(round_columns(asdict(row(number, "pi"))))
+        history.add_event("aborted", str(number))
+    history.close()
+    assert rounds_in(tmp_path) == [3, 4, 5]
+    snapshot = read(tmp_path)
+    assert snapshot is not None
+    assert [event["detail"] for event in snapshot.events] == ["5", "4"]

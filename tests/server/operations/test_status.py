@@ -313,3 +313,19 @@ def test_five_names_are_shown_and_the_rest_are_counted(number: int, text: str) -
 )
 def test_a_duration_is_shown_in_its_largest_unit(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+def test_a_run_without_a_last_round_is_finished_only_if_it_ended_by_itself(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.write_state({"round": 7, "rounds": "forever"})
+    history.add_event("started")
+    history.add_event("ended", "drained")
+    status, text = run("status", "--out", tmp_path)
+    assert status == 1
+    assert "down" in text
+    history.add_event("started")
+    history.add_event("ended", "done")
+    history.close()
+    status, text = run("status", "--out", tmp_path)
+    assert status == 0
+    assert "7 rounds done, without a last one" in text
