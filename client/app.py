@@ -28,7 +28,9 @@ from headwater.client.flower.offline_windows import (
     go_on_offline,
 )
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
-from headwater.client.flower.state_file import SAMPLER, SECURE, SPEED
+from headwater.client.flower.state_file import EXAMPLES, SAMPLER, SECURE, SPEED
+from headwater.client.growing_data.position_change import DataChange
+from headwater.client.growing_data.refresh import watch_of
 from headwater.client.privacy.budget import check_budget, check_test
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import check_plan
@@ -111,6 +113,7 @@ def _train(request: DeviceRequest) -> RecordDict:
         request.suspended.discard()
         if plan.is_masked:
             request.suspended.prepare()
+    change = _look_at_data(request, plan)
     secure = request.secure
     check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if plan.is_masked:
@@ -144,6 +147,9 @@ def _train(request: DeviceRequest) -> RecordDict:
         records.save_state(context, SAMPLER, unusable.passed())
         raise
     update = dataclasses.replace(update, report=_with_link(update.report, context))
+    if change is not None and plan.privacy is None:
+        counts = dataclasses.asdict(change)
+        update = dataclasses.replace(update, report=update.report.model_copy(update=counts))
     encoded = None
     if plan.compression is not None:
         update, encoded = encoded_update(update, plan, request.error_feedback)
@@ -153,6 +159,20 @@ def _train(request: DeviceRequest) -> RecordDict:
 
         spend(request, plan.privacy, sampler)
     return records.update_content(update, encoded, as_view=records.is_view(content))
+
+
+def _look_at_data(request: DeviceRequest, plan: Plan) -> DataChange | None:
+    """Follow what changed in the device's data at an epoch's end; None if nothing did."""
+    if request.is_simulated:
+        return None
+    found = watch_of(request.trainer).refreshed(
+        request.trainer, request.identity, plan, request.sampler, request.examples
+    )
+    if found is None:
+        return None
+    records.save_state(request.context, SAMPLER, found.sampler)
+    records.save_state(request.context, EXAMPLES, found.known.to_json())
+    return found.change
 
 
 def _answer_phase(phase: Phase, request: DeviceRequest) -> RecordDict:

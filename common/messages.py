@@ -317,6 +317,8 @@ class UpdateReport(WireMessage):
     metric_sums: MetricSums = Field(default_factory=dict)
     micro_batch_size: Natural
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
+    num_joined: Natural = Field(0, description="examples that are new in the device's data")
+    num_left: Natural = Field(0, description="examples that are no longer in the device's data")
     seconds: NotNegative
     steps: tuple[Step, ...]
     reason: StopReason
@@ -395,6 +397,10 @@ class ReportFields(Protocol):
     def micro_batch_size(self) -> int: ...
     @property
     def num_refused(self) -> int: ...
+    @property
+    def num_joined(self) -> int: ...
+    @property
+    def num_left(self) -> int: ...
     @property
     def seconds(self) -> float: ...
     @property

@@ -104,6 +104,8 @@ class PictureFiles(Dataset[Example]):
             pictures = [path for path in paths if path.suffix.lower() in SUFFIXES]
             num_others += len(paths) - len(pictures)
             self._files += [(path, CLASSES.index(below.name)) for path in pictures]
+        self.example_names = [str(path.relative_to(folder)) for path, _ in self._files]
+        """By these a device knows its examples again when the folder has changed."""
         if num_others:
             log.warning("%s: %d files are no pictures and were left out", folder, num_others)
 

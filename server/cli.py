@@ -141,8 +141,8 @@ def enroll(
 ) -> None:
     """Print a one-time join token, with which a device gets its certificate.
 
-    One device of this name may use it. The running server opens its enrolment port while a token is valid. Keep the token as secret as
-    a password: the first device that presents it gets the certificate.
+    The running server opens its enrolment port while a token is valid. Keep the token as secret as
+    a password: the first device of this name that presents it gets the certificate.
 
     Try it: headwater-server enroll kitchen-pi
         (then on that device: headwater-client join, which asks for the token)

@@ -24,6 +24,7 @@ from headwater.client.enrolment.signing_identity import (
     simulated_enrolment,
 )
 from headwater.client.flower.state_file import (
+    EXAMPLES,
     SAMPLER,
     SPEED,
     STATE,
@@ -31,6 +32,7 @@ from headwater.client.flower.state_file import (
     read_sampler,
     read_speed,
 )
+from headwater.client.growing_data.known_examples import KnownExamples
 from headwater.client.privacy.budget import SpentFile
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
 from headwater.client.secagg.prepare import strictest_settings
@@ -99,6 +101,12 @@ class DeviceRequest:
     def is_simulated(self) -> bool:
         """Whether one party plays the server and all devices, and nothing is hidden."""
         return SIMULATED in self.context.node_config
+
+    @property
+    def examples(self) -> KnownExamples | None:
+        """What identifies the examples that the sampler's position is in; None if not noted."""
+        plain = records.load_state(self.context, EXAMPLES)
+        return None if plain is None else KnownExamples.from_json(plain)
 
     @property
     def history(self) -> MaskedHistory:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headwater.client.growing_data.known_examples import KnownExamples
 from headwater.client.secagg.plan_policy import PlanRepeats
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.sampler import SamplerPosition, SamplerState
@@ -26,7 +27,7 @@ from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder,
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
-REPEATS, TERM = "repeats", "term"
+REPEATS, TERM, EXAMPLES = "repeats", "term", "examples"
 """The entries' names in the context and in the file."""
 
 STATE = "state"
@@ -75,6 +76,7 @@ READERS: Mapping[str, Callable[[Plain], object]] = {
     SPEED: read_speed,
     REPEATS: PlanRepeats.of,
     TERM: read_term,
+    EXAMPLES: KnownExamples.from_json,
 }
 _REMOVED = ("masked_pace",)  # in files of earlier versions
 

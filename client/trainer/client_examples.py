@@ -32,6 +32,7 @@ class ClientExamples:
         self._task = task
         self._check = check
         self._records: dict[int, LengthRecord] = {}
+        self._reopened: dict[Identity, Examples] = {}
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
 
     def keep_open(self, num_clients: int) -> None:
@@ -49,7 +50,20 @@ class ClientExamples:
         """
         return self._opened(identity)
 
+    def reopen(self, identity: Identity) -> Examples:
+        """Open a device's examples again and forget those of before; an error leaves these open.
+
+        Raises:
+            HeadwaterError: see ``of``.
+        """
+        self._reopened[identity] = self._open(identity)
+        self._opened.cache_clear()
+        self._records.clear()
+        return self.of(identity)
+
     def _open(self, identity: Identity) -> Examples:
+        if identity in self._reopened:
+            return self._reopened.pop(identity)
         examples = self.datasets.of(
             identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
         )

@@ -116,6 +116,10 @@ class Trainer:
         """
         return self._examples.of(identity)
 
+    def reopen(self, identity: Identity) -> Examples:
+        """Open a device's examples again, see ``ClientExamples.reopen``."""
+        return self._examples.reopen(identity)
+
     def lengths(self, identity: Identity) -> ExampleLengths | None:
         """Return the lengths of a client's examples; None if these cannot differ in length."""
         return self._examples.lengths(self.examples(identity))

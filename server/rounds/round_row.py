@@ -36,6 +36,9 @@ class ClientRow:
     peak_bytes: int
     reason: str
     plan: str
+    # The examples by which the device's data have changed (docs/data.md).
+    num_joined: int = 0
+    num_left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +183,8 @@ def client_row(
         micro_batch_size=report.micro_batch_size,
         num_examples=report.num_examples,
         num_refused=report.num_refused,
+        num_joined=report.num_joined,
+        num_left=report.num_left,
         weight=report.weight,
         seconds=report.seconds,
         loss=report.loss_sum / report.weight,

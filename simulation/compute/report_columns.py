@@ -236,6 +236,14 @@ class ReportView:
         return 0
 
     @property
+    def num_joined(self) -> int:
+        return 0  # simulated data stay as they are
+
+    @property
+    def num_left(self) -> int:
+        return 0
+
+    @property
     def seconds(self) -> float:
         return self._of.columns.seconds[self._at]
 

@@ -124,7 +124,8 @@ def test_a_wrong_flag_is_named_as_coming_from_the_command_line(tmp_path: Path) -
     file.write_text("rounds = 3")
     error = error_of(file, {"rounds": "x"})
     assert error.message == (
-        "the command line: rounds (--rounds): expected a whole number, at least 1 or forever, found 'x'"
+        "the command line: rounds (--rounds): expected a whole number, at least 1 or forever, "
+        "found 'x'"
     )
     assert "--help-all" in error.remedy
 

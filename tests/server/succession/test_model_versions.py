@@ -92,7 +92,7 @@ def test_a_period_has_the_calendar_s_name(every: str, day: str, period: str) -> 
 def test_only_a_run_without_a_last_round_writes_versions_by_itself(
     rounds: Any, chosen: Any, every: str
 ) -> None:
-    assert every_of(Settings(rounds=rounds, versions={"every": chosen})) == every  # type: ignore[arg-type]
+    assert every_of(Settings(rounds=rounds, versions={"every": chosen})) == every
 
 
 def test_the_first_round_of_a_new_week_is_a_version_and_no_other(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Data that grow or shrink while a device takes part: noticed, and joined at an epoch's end."""
