@@ -181,20 +181,41 @@ def take_part(settings: Settings) -> None:
     import asyncio
 
     _check_room_for_torch(settings)
+    from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.connection import stay_connected
+    from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
 
     connection: Connection | None = None
-    try:
-        with connection_of(settings) as connection:
-            asyncio.run(stay_connected(connection, stay=settings.client.stay))
-            is_early = connection.is_stopping and not connection.has_connected
-            end = "stopped before connecting" if is_early else "done"
-            console.print(f"{connection.name}: {end}", soft_wrap=True)
-    except KeyboardInterrupt:
-        if connection is not None and connection.has_connected:
-            raise KeyboardInterrupt("stopped") from None
-        raise
+    chosen: Settings | None = settings
+    while chosen is not None:
+        try:
+            with connection_of(chosen) as connection:
+                chosen = None
+                asyncio.run(stay_connected(connection, stay=settings.client.stay))
+                is_early = connection.is_stopping and not connection.has_connected
+                end = "stopped before connecting" if is_early else "done"
+                console.print(f"{connection.name}: {end}", soft_wrap=True)
+        except OtherTaskOffered as offered:
+            chosen, connection = with_task(settings, offered.name), None
+            console.print(f"goes on with the task {offered.name}", soft_wrap=True)
+            _forget_trainer()
+        except KeyboardInterrupt:
+            if connection is not None and connection.has_connected:
+                raise KeyboardInterrupt("stopped") from None
+            raise
+
+
+def _forget_trainer() -> None:
+    """Free the memory of the task that the device leaves, before it loads the next one."""
+    import gc
+
+    from headwater.client.algorithms.run_trainer import trainer_of
+    from headwater.common.system.heap import release_freed_memory
+
+    trainer_of.cache_clear()
+    gc.collect()
+    release_freed_memory()
 
 
 @contextmanager

@@ -246,6 +246,12 @@ class FrozenPartMismatch(ModelMismatch):
 class AlgorithmMismatch(DeviceRefused):
     """The plan is for another client algorithm, or other arguments, than the device has."""
     remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"
+class TaskNotInstalled(DeviceRefused):
+    """The server's run has a task that this device does not have."""
+    remedy = (
+        "copy the task's file to the device and name it in [client.tasks] of client.toml; until "
+        "then the device takes part in the runs of its other tasks"
+    )
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"

@@ -77,21 +77,10 @@ def serve(
 
         check_page_address(settings.server.page, has_tls=credentials is not None)
     from headwater.common.settings.sources import default_out
-    from headwater.server.operations.progress import print_result, print_settings, show_progress
-    from headwater.server.serve import serve_run
+    from headwater.server.run_sequence import serve_runs
 
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
-    print_settings(settings, where=listen)
-    with show_progress(settings) as (on_round, observer):
-        serve_run(
-            settings,
-            credentials,
-            on_round=on_round,
-            resume=resume,
-            observer=observer,
-            shared=shared,
-        )
-    print_result(settings)
+    serve_runs(settings, credentials, resume=resume, shared=shared)
 
 
 @app.command(cls=PlainCommand)
@@ -154,9 +143,9 @@ def enroll(
 
 @app.command(cls=PlainCommand)
 def revoke(name: DeviceName, folder: CertificateFolder = CERTIFICATES) -> None:
-    """Revoke a device's certificate; a running server closes its stream within a second.
+    """Revoke a device's certificate, and close its stream.
 
-    The name can be enrolled again, with a new key. The old certificate stays refused.
+    A running server does so within a second. The name can be enrolled again, with a new key. The old certificate stays refused.
     """
     from headwater.server.enrolment.commands import revoke_device
 
@@ -273,6 +262,27 @@ def drain(out: RunFolder) -> None:
     `--stay` wait for it; all other devices end.
     """
     _order(out, "drain")
+
+
+@app.command(cls=PlainCommand)
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="SETTINGS.toml")],
+    out: RunFolder,
+    is_next: Annotated[
+        bool,
+        typer.Option("--next", help="End the current run after its round, and begin this one."),
+    ] = False,
+) -> None:
+    """Queue a run, which follows on the same devices.
+
+    It begins when the run in DIR and those that wait before it have ended, or with --next after the
+    current round. The file is a settings file as for --config. The server's address and
+    certificates stay. A device takes part if the run's task is installed on it
+    (docs/operation.md). To take a run back, delete its file in DIR/queue.
+    """
+    from headwater.server.operations.order_commands import submit_run
+
+    submit_run(config, out, is_next=is_next)
 
 
 def _order(out: Path, verb: Literal["pause", "resume", "drain"]) -> None:

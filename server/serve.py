@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
+from headwater.common.task_spec import name_of
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import load_run, server_app, server_context
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
@@ -26,8 +28,19 @@ from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.standby.shared_run import SharedRun
+from headwater.server.succession.run_queue import has_queue
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """How a run ended without an error, and where its devices connect."""
+
+    goes_on: bool
+    """Whether the next run of the queue follows; the devices have got no goodbye."""
+    address: str
+
 
 MakeGrid = Callable[[Servicer, Callable[[], bool]], HeadwaterGrid]
 
@@ -48,7 +61,7 @@ def serve_run(
     command: str = SERVER,
     long_wait_advice: str = LONG_WAIT_ADVICE,
     shared: SharedRun | None = None,
-) -> None:
+) -> RunEnd:
     """Load the run, listen, run all rounds with the connected devices, then dismiss the devices.
 
     ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
@@ -57,7 +70,7 @@ def serve_run(
 
     After a KeyboardInterrupt or an error of settings or disk, the streams are closed without a
     goodbye: the devices keep trying to connect and continue when the server is back. A finished or
-    drained run sends a goodbye.
+    drained run sends a goodbye, unless the next run of the queue follows at once.
 
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
@@ -75,6 +88,7 @@ def serve_run(
         settings.server.listen,
         run_id=run_id,
         term=0 if shared is None else shared.term,
+        task="" if settings.task is None else name_of(settings.task),
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
@@ -93,7 +107,7 @@ def serve_run(
             )
         # What is wrong comes before any client connects.
         loaded = load_run(settings, run_id=run_id, resume=resume)
-        stack.enter_context(_open(servicer))
+        farewell = stack.enter_context(_open(servicer))
         host, _ = split_address(settings.server.listen)
         address = f"{host}:{servicer.port}"
         protection = "mutual TLS" if credentials else "plain text"
@@ -112,6 +126,10 @@ def serve_run(
         app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
+        is_drained = control is not None and control.is_draining
+        may_go_on = not is_drained and shared is None  # a shared run has no queue
+        goes_on = may_go_on and folder is not None and has_queue(folder)
+        farewell.is_due = not goes_on
         if control is not None and control.is_draining and settings.has_round_after(control.round):
             if shared is not None:
                 shared.is_drained = True
@@ -121,16 +139,24 @@ def serve_run(
                 f"{command} --resume --out {settings.out}",
                 soft_wrap=True,
             )
+    return RunEnd(goes_on=goes_on, address=address)
+
+
+@dataclass(slots=True)
+class _Farewell:
+    """Whether the devices get a goodbye when the run is over."""
+
+    is_due: bool = True
 
 
 @contextmanager
-def _open(servicer: Servicer) -> Iterator[None]:
-    """Serve the devices; send them a goodbye if the run is over."""
-    is_over = False
+def _open(servicer: Servicer) -> Iterator[_Farewell]:
+    """Serve the devices; send them a goodbye if the run is over and no other follows."""
+    farewell, is_over = _Farewell(), False
     try:
         servicer.start()
-        yield
-        is_over = True
+        yield farewell
+        is_over = farewell.is_due
     except HeadwaterError as error:
         is_over = not isinstance(error, SettingsError | StateError)
         raise

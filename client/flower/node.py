@@ -22,6 +22,7 @@ from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPO
 from headwater.client.flower.state_file import STATE, StateFile
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
+from headwater.client.operations.installed_tasks import installed_tasks, own_task
 from headwater.client.secagg.pending import pending_in
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
@@ -69,6 +70,8 @@ class Node:
         self.counters = Counters()
         self.activity = Activity(self.counters, trainer.progress)
         self._app, self._settings = app, settings
+        self.task, self.tasks = own_task(settings), installed_tasks(settings)
+        """The name of the loaded task, and of all that are installed, if the owner lists them."""
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
             "name": identity.name,

@@ -29,7 +29,7 @@ from headwater.client.transport.retries import (
 )
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.client.transport.upload import StreamBroken
-from headwater.common.errors import OlderTerm, ProtocolMismatch
+from headwater.common.errors import OlderTerm, ProtocolMismatch, TaskNotInstalled
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from headwater.client.enrolment.renewal import Renewal
 
 log = logging.getLogger(__name__)
+
+OTHER_TASK_SECONDS = 30.0
+"""How often a device that stays asks again for a run of a task that it has."""
 
 RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -110,6 +113,7 @@ class Connection:
             DeviceRefused: the server refused this device.
             ConnectionLost: the server could not be reached for ``patience_seconds``.
             CorruptUpdate: the server's models are repeatedly not those that it announces.
+            OtherTaskOffered: the server's run has another task, which is installed here.
         """
         try:
             await self._keep_connected()
@@ -143,7 +147,7 @@ class Connection:
                 log.warning("%s: %s; trying again", self._address, why)
                 self._addresses.rotate(-1)
                 self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
-                await self._pause(seconds)
+                await self.wait(seconds)
 
     async def _stay_away(self) -> bool:
         """Wait without a connection until the owner's settings allow one; True if it waited."""
@@ -156,10 +160,10 @@ class Connection:
                 reason = str(away.error)
                 log.warning("%s: %s", away.error.code, reason)
                 self._node.activity.enter(f"stays away: {reason}")
-            await self._pause(self._leaving.wait_seconds(away))
+            await self.wait(self._leaving.wait_seconds(away))
         return bool(reason)
 
-    async def _pause(self, seconds: float) -> None:
+    async def wait(self, seconds: float) -> None:
         """Wait, or return early if ``stop`` is called."""
         wait = asyncio.create_task(self._stopping.wait())
         await asyncio.wait([wait], timeout=seconds)
@@ -217,6 +221,8 @@ class Connection:
             layout_digest=self._node.trainer.image.layout.digest,
             session=self._session,
             image_id=self._exchange.image_id,
+            task=self._node.task,
+            tasks=self._node.tasks,
         )
 
     def _channel(self) -> Any:
@@ -254,13 +260,25 @@ async def stay_connected(connection: Connection, *, stay: bool) -> None:
     """Run a connection until its run has ended, or forever with ``stay``; a stop signal ends it.
 
     Raises:
-        HeadwaterError: see ``Connection.run``.
+        HeadwaterError, OtherTaskOffered: see ``Connection.run``. With ``stay`` the device waits
+            for a run of a task that it has.
     """
     loop = asyncio.get_running_loop()
     # Not by the loop's add_signal_handler, which Windows lacks.
     requests = StopRequests(lambda: loop.call_soon_threadsafe(connection.stop))
     with at_stop_signals(requests):
-        await connection.run()
+        await _run_once(connection, stay=stay)
         while stay and not connection.is_stopping:
             await asyncio.sleep(FIRST_BACKOFF_SECONDS)
-            await connection.run()
+            await _run_once(connection, stay=stay)
+
+
+async def _run_once(connection: Connection, *, stay: bool) -> None:
+    """Run a connection until its run ends; a device that stays waits out a run of another task."""
+    try:
+        await connection.run()
+    except TaskNotInstalled as error:
+        if not stay:
+            raise
+        log.warning("%s: %s; %s", error.code, error, error.remedy)
+        await connection.wait(OTHER_TASK_SECONDS)

@@ -23,7 +23,13 @@ from headwater.client.flower.node import Node
 from headwater.client.operations.activity import WAITING
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
-from headwater.common.errors import HeadwaterError, ModelMismatch, ProtocolMismatch, error_of
+from headwater.common.errors import (
+    HeadwaterError,
+    ModelMismatch,
+    ProtocolMismatch,
+    TaskNotInstalled,
+    error_of,
+)
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.transport.limits import FRAME_BYTES, HELLO_SECONDS, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
@@ -51,6 +57,14 @@ PROGRESS_SECONDS = 2.0
 WRITE_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 Call = Any  # grpc.aio.StreamStreamCall, which ships without types
+
+
+class OtherTaskOffered(Exception):
+    """The server's run has another task that is installed here: the device is to load it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 @dataclass(kw_only=True)
@@ -117,6 +131,8 @@ class ClientStream:
             raise TimeoutError("the server closed the connection")
         if frame.WhichOneof("kind") == "fault":
             raise self._refusal(frame.fault)
+        if frame.WhichOneof("kind") == "other_task":
+            raise self._other_task(frame.other_task.name)
         if frame.WhichOneof("kind") != "welcome":
             raise ProtocolMismatch("the server did not answer hello with welcome")
         welcome = frame.welcome
@@ -132,6 +148,15 @@ class ClientStream:
                 self.node.name,
             )
         return welcome
+
+    def _other_task(self, name: str) -> Exception:
+        """Return what ends the stream for another task: a change to it, or the refusal of it."""
+        if name in self.node.tasks and name != self.node.task:
+            return OtherTaskOffered(name)
+        has = ", ".join(self.node.tasks) or self.node.task
+        return TaskNotInstalled(
+            f"the server's run has the task {name[:100]!r}; this device has {has}"
+        )
 
     def _refusal(self, fault: Fault) -> HeadwaterError:
         """Return the error by which the server refused; name the tensor if the models differ."""

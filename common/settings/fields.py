@@ -70,8 +70,11 @@ def _check_criterion(text: str) -> str:
     return text
 
 
-PATTERNS = "PATTERNS"
-"""The unit of several patterns in one text: the flag may be repeated, a file may have a list."""
+PATTERNS, PAIRS = "PATTERNS", "NAME=VALUE"
+"""The units of several patterns, or of names with values, in one text.
+
+The flag may be repeated, and a file may have a list.
+"""
 
 
 def _joined_patterns(given: object) -> object:
@@ -86,6 +89,28 @@ def _joined_patterns(given: object) -> object:
     return joined
 
 
+def pairs_of(joined: str | None) -> dict[str, str]:
+    """Return the names and values of ``A=x,B=y``.
+
+    Raises:
+        ValueError: a name is not one of a class, or stands twice; or it has no value.
+    """
+    pairs: dict[str, str] = {}
+    for part in [] if joined is None else joined.split(","):
+        name, _, value = part.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w{0,99}", name) or not value or name in pairs:
+            raise ValueError("expected the name of each class once, and its value, as in Texts=...")
+        pairs[name] = value
+    return pairs
+
+
+def _check_pairs(text: str) -> str:
+    if len(pairs_of(text)) > MAX_PAIRS:
+        raise ValueError(f"expected at most {MAX_PAIRS} names")
+    return text
+
+
+MAX_PAIRS = 50
 BYTES = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]i?)B", re.IGNORECASE)
 PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 PREFIXES |= {f"{prefix}i": 2 ** (10 * n) for n, prefix in enumerate("kmgt", start=1)}
@@ -117,6 +142,13 @@ Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
 Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERNS)]
+Pairs = Annotated[
+    str,
+    BeforeValidator(_joined_patterns),
+    AfterValidator(_check_pairs),
+    Field(max_length=10_000),
+    Unit(PAIRS),
+]
 Criterion = Annotated[str, AfterValidator(_check_criterion), Unit("METRIC")]
 Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
 

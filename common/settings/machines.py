@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import ValidationInfo, field_validator
+
 from headwater.common.settings.fields import (
     DEVICE,
     RUN,
@@ -19,9 +21,11 @@ from headwater.common.settings.fields import (
     Fraction,
     Hours,
     Name,
+    Pairs,
     Part,
     Seconds,
     Unit,
+    pairs_of,
     setting,
 )
 
@@ -88,6 +92,17 @@ class ClientSettings(Branch):
     data: Path | None = setting(None, "this device's own file or folder of examples", short=True)
     part: int = setting(0, "this device's part of bundled data, from 0", ge=0, short=True)
     num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
+    tasks: Pairs | None = setting(
+        None,
+        "another task that is installed on this device, by the name of its class, as "
+        "Texts=texts.py:Texts: it takes part in a run of it that follows (docs/operation.md)",
+        "--also-task",
+    )
+    task_data: Pairs | None = setting(
+        None,
+        "the file or folder of examples for such a task, as Texts=PATH; not set: --data",
+        "--also-data",
+    )
     state: Folder | None = setting(
         None, "folder for the device's position in its examples; not set: ~/.local/state/headwater"
     )
@@ -140,6 +155,14 @@ class ClientSettings(Branch):
     patience_seconds: Seconds = setting(
         600.0, "give up after so long without contact", "--patience"
     )
+
+    @field_validator("task_data")
+    @classmethod
+    def _check_task_data(cls, given: str | None, info: ValidationInfo) -> str | None:
+        missing = pairs_of(given).keys() - pairs_of(info.data.get("tasks")).keys()
+        if missing:
+            raise ValueError(f"{min(missing)} is none of the tasks: name it with --also-task")
+        return given
 
     @property
     def state_folder(self) -> Path:

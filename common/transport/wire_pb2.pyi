@@ -1,23 +1,28 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id")
+    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id", "task", "tasks")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     layout_digest: str
     session: bytes
     image_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ...) -> None: ...
+    task: str
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ..., task: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("message_id", "head_json", "num_bytes", "sha256")
@@ -161,6 +166,12 @@ class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class OtherTask(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class Notice(_message.Message):
     __slots__ = ("is_paused", "is_watched")
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -170,7 +181,7 @@ class Notice(_message.Message):
     def __init__(self, is_paused: _Optional[bool] = ..., is_watched: _Optional[bool] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "notice", "small_image")
+    __slots__ = ("welcome", "instruction", "image", "chunk", "receipt", "fault", "goodbye", "certificate", "other_task", "notice", "small_image")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +190,7 @@ class ServerFrame(_message.Message):
     FAULT_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TASK_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     SMALL_IMAGE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
@@ -189,6 +201,7 @@ class ServerFrame(_message.Message):
     fault: Fault
     goodbye: Goodbye
     certificate: Certificate
+    other_task: OtherTask
     notice: Notice
     small_image: bytes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., small_image: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., instruction: _Optional[_Union[Instruction, _Mapping]] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., other_task: _Optional[_Union[OtherTask, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., small_image: _Optional[bytes] = ...) -> None: ...

@@ -29,6 +29,7 @@ from headwater.server.operations.status import duration_text, names_text
 from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.succession.run_queue import is_next_due
 from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class RunControl(Observer):
         self._is_in_round = False
         self._order: Order | None = None
         self._order_error = ""
+        self._is_next_due = False
         self._has_begun = False
         self._long_wait = LongWaitNotice()
         self._history = HistoryWriter(folder, device_records)
@@ -147,9 +149,9 @@ class RunControl(Observer):
         """Return whether the next round may begin.
 
         Raises:
-            Drained: the run ends here.
+            Drained: the run ends here, by an order or because the next run is due.
         """
-        if self.is_draining:
+        if self.is_draining or self._is_next_due:
             raise Drained
         return not self.is_paused
 
@@ -207,6 +209,7 @@ class RunControl(Observer):
         while not self._has_ended.wait(CHECK_SECONDS):
             try:
                 self._follow(self._read_order())
+                self._look_at_queue()
                 self._warn_of_long_wait()
                 if time.monotonic() >= due:
                     due = time.monotonic() + WRITE_SECONDS
@@ -228,6 +231,15 @@ class RunControl(Observer):
                 names_text(awaited, len(awaited)),
                 self._long_wait_advice,
             )
+
+    def _look_at_queue(self) -> None:
+        """Take note that the next run is to begin after the current round."""
+        if self._is_next_due or not is_next_due(self._folder):
+            return
+        self._is_next_due = True
+        when = f"after round {self.round + 1}" if self._is_in_round else "now"
+        log.warning("this run ends %s: the next run of the queue follows", when)
+        self._history.add_event("next", when)
 
     def _read_order(self) -> Order | None:
         """Return the current order; a malformed one is logged once and changes nothing."""

@@ -1,4 +1,4 @@
-"""The commands ``headwater-server pause``, ``resume`` and ``drain``."""
+"""The commands ``headwater-server pause``, ``resume``, ``drain`` and ``submit``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,29 @@ def give_order(folder: Path, verb: Verb) -> None:
     else:
         answer = f"no longer paused; no server is running, start it with: {restart}"
     console.print(answer, soft_wrap=True)
+
+
+def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
+    """Put a run into the queue of the run in a folder, and print when it begins.
+
+    Raises:
+        SettingsError: there is no run in the folder.
+        HeadwaterError: see ``read_submission`` and ``submit``.
+    """
+    from headwater.server.succession.run_queue import last_run, queued_runs, submit
+    from headwater.server.succession.submission import read_submission
+
+    check_run(last_run(folder))
+    settings = read_submission(config)
+    folder = submit(folder, settings, is_next=is_next)
+    server, number = read_server_state(folder), len(queued_runs(folder))
+    if not server.is_up:
+        when = f"no server runs; the queue goes on with: {server.command} --resume --out {folder}"
+    elif is_next:
+        when = "it begins after the current round"
+    else:
+        when = "it begins when the runs before it have ended; --next begins one after this round"
+    console.print(f"{number} in the queue of {folder}; {when}", soft_wrap=True)
 
 
 def _is_paused(folder: Path) -> bool:

@@ -31,6 +31,7 @@ from headwater.server.operations.orders import read_order
 from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
 from headwater.server.operations.sqlite_history import HistorySnapshot
 from headwater.server.privacy.spent_budget import spent_in
+from headwater.server.succession.run_queue import QueuedRun, has_queue, last_run, queued_runs
 from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
@@ -79,8 +80,20 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         else _format_times(snapshot.last_round or {}) or None,
         "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
         "privacy": spent_in(folder),
+        "queue": [_queued(one) for one in queued_runs(folder)] if has_queue(folder) else [],
+        "followed_by": None if (last := last_run(folder)) == folder else str(last),
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,
+    }
+
+
+def _queued(run: QueuedRun) -> dict[str, Any]:
+    task, rounds = run.settings.task, run.settings.rounds
+    return {
+        "file": str(run.file),
+        "task": task,
+        "rounds": rounds,
+        "is_next": run.is_next,
     }
 
 
@@ -156,6 +169,12 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
             f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g} for each "
             f"{spent['unit']}"
         )
+    for at, one in enumerate(status["queue"], start=1):
+        number = "no last round" if one["rounds"] == "forever" else counted(one["rounds"], "round")
+        when = ", begins after the current round" if one["is_next"] else ""
+        parts.append(escape(printable(f"queue {at}: {one['task']}, {number}{when}")))
+    if status["followed_by"] is not None:
+        parts.append(f"the server went on with the run in {escape(status['followed_by'])}")
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")
         parts.append(f"[bold red]{failures} of the history failed[/]")

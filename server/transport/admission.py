@@ -21,6 +21,7 @@ from headwater.common.errors import (
     IdentityRefused,
     ModelMismatch,
     ProtocolMismatch,
+    TaskNotInstalled,
     TooManyAttempts,
 )
 from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
@@ -33,6 +34,15 @@ from headwater.server.transport.session import DeviceSession, Stream, node_id_of
 log = logging.getLogger(__name__)
 
 MAX_STARTS_OVER = 5  # in one round
+MAX_TASKS = 50  # of a device, in a message
+
+
+class OtherTaskNeeded(Exception):
+    """The device is to load another of its tasks, and to connect again; it is no refusal."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class Admission:
@@ -45,7 +55,9 @@ class Admission:
         run_id: int,
         term: int,
         has_tls: bool,
+        task: str = "",
     ) -> None:
+        """``task`` is the name of the run's task; "" accepts devices with any."""
         self.is_paused = False
         """Whether the operator has paused the run; each admitted device is notified of it."""
         self.is_watched = False
@@ -55,7 +67,7 @@ class Admission:
         self.layout = ""
         """The layout's rows (``common.model.mismatch``), which the refusal shows to the device."""
         self._connections = connections
-        self._run_id = run_id
+        self._run_id, self._task = run_id, task
         self._term = term
         self._has_tls = has_tls
         self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
@@ -97,6 +109,8 @@ class Admission:
                 name; the name is invalid; or a device of this name is connected already.
             CertificateRevoked: the certificate was revoked or replaced.
             ModelMismatch: the device's model has another layout.
+            TaskNotInstalled: the run's task is none of those that the device lists.
+            OtherTaskNeeded: it is one of them, and the device has another one loaded.
             HeadwaterError: the error with which this session was refused before.
         """
         certificate = self._certificate(stream)
@@ -154,12 +168,35 @@ class Admission:
         token, error = self._refused_sessions.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error
+        self._check_task(hello)
         if self.layout_digest is not None and hello.layout_digest != self.layout_digest:
             raise ModelMismatch(
                 f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
                 f"server's {self.layout_digest[:12]}; the device's log names the tensor",
                 layout=self.layout,
             )
+
+    def _check_task(self, hello: Hello) -> None:
+        """Check that a device has the run's task loaded.
+
+        | the device lists | loaded | result |
+        | --- | --- | --- |
+        | no tasks | any | its model's layout decides |
+        | tasks, not the run's | any | TaskNotInstalled |
+        | the run's task | another | OtherTaskNeeded |
+        | the run's task | the run's | accepted |
+
+        Raises: see ``admit``.
+        """
+        if not self._task or not hello.tasks:
+            return
+        if self._task not in hello.tasks:
+            listed = ", ".join(one[:100] for one in hello.tasks[:MAX_TASKS])
+            raise TaskNotInstalled(
+                f"the run has the task {self._task!r}; {hello.name} has {listed}"
+            )
+        if hello.task != self._task:
+            raise OtherTaskNeeded(self._task)
 
     def _rate_key(self, stream: Stream) -> str:
         """Return what refusals are limited by: the certificate's name, or the address."""

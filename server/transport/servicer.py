@@ -57,6 +57,7 @@ class Servicer:
         *,
         run_id: int,
         term: int = 0,
+        task: str = "",
         credentials: Credentials | None,
         staging_bytes: int,
         reconnect_seconds: float,
@@ -84,7 +85,11 @@ class Servicer:
             downloads=self._downloads,
         )
         self._admission = Admission(
-            self._connections, run_id=run_id, term=term, has_tls=credentials is not None
+            self._connections,
+            run_id=run_id,
+            term=term,
+            has_tls=credentials is not None,
+            task=task,
         )
         self._streams = Streams(self._connections, self._admission)
         self._watchdog = Watchdog(

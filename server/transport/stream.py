@@ -23,10 +23,11 @@ from headwater.common.transport.wire_pb2 import (
     Fault,
     Hello,
     Leave,
+    OtherTask,
     Progress,
     ServerFrame,
 )
-from headwater.server.transport.admission import Admission
+from headwater.server.transport.admission import Admission, OtherTaskNeeded
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.downloads import GRPC_FRAME_BYTES
 from headwater.server.transport.session import DeviceSession, Stream
@@ -80,6 +81,8 @@ class Streams:
                 self._admission.count_refusal(stream, error)
                 raise asyncio.CancelledError from error
             await self._refuse(stream, error)
+        except OtherTaskNeeded as needed:
+            await self._send_away(stream, needed.name)
         except asyncio.CancelledError:
             if stream not in self._connections.closing:
                 raise
@@ -110,6 +113,14 @@ class Streams:
         with contextlib.suppress(TimeoutError, *BROKEN):
             async with asyncio.timeout(FAULT_SECONDS):
                 await self._connections.downloads.write(stream, fault_frame(error))
+
+    async def _send_away(self, stream: Stream, task: str) -> None:
+        """Send a device away to load another of its tasks."""
+        self._admission.note_unanswered(stream)
+        frame = ServerFrame(other_task=OtherTask(name=task))
+        with contextlib.suppress(TimeoutError, *BROKEN):
+            async with asyncio.timeout(FAULT_SECONDS):
+                await self._connections.downloads.write(stream, frame)
 
     async def _write_all(self, session: DeviceSession) -> None:
         """Write the outbox in order; write() waits while the device reads slowly."""

@@ -1,0 +1,64 @@
+"""Serves one run after another: the first, then those of its queue, on the same fleet.
+
+Between two runs the server closes the devices' streams without a goodbye. The devices connect
+again, as after a restart of the server, and one that has another task loaded changes to the new
+run's task if that is installed on it (``server.transport.admission``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import default_out, load_run
+from headwater.common.system.console import console
+from headwater.common.transport.tls import Credentials
+from headwater.server.operations.progress import print_result, print_settings, show_progress
+from headwater.server.serve import serve_run
+from headwater.server.standby.shared_run import SharedRun
+from headwater.server.succession.run_queue import last_run, take_next
+from headwater.server.succession.submission import of_this_server
+
+
+def serve_runs(
+    settings: Settings,
+    credentials: Credentials | None,
+    *,
+    resume: bool,
+    shared: SharedRun | None = None,
+) -> None:
+    """Serve a run, and then each run of the queue; a drained or ``shared`` run is the last one.
+
+    A run that others have followed is closed: its server goes on with the last of them.
+
+    Raises:
+        HeadwaterError: see ``serve_run`` and ``take_next``.
+    """
+    assert settings.out is not None
+    first, last = settings, last_run(settings.out)
+    if resume and last != settings.out:
+        console.print(f"{settings.out} is closed: the run in {last} follows it", soft_wrap=True)
+        settings = _left_in(last, first, address=None)
+    while True:
+        assert settings.out is not None
+        print_settings(settings, where=settings.server.listen)
+        with show_progress(settings) as (on_round, observer):
+            end = serve_run(
+                settings,
+                credentials,
+                on_round=on_round,
+                resume=resume,
+                observer=observer,
+                shared=shared,
+            )
+        print_result(settings)
+        out = take_next(settings.out, default_out=default_out(settings)) if end.goes_on else None
+        if out is None:
+            return
+        # With --resume, as its folder may have rounds from before a kill.
+        settings, resume = _left_in(out, first, address=end.address), True
+
+
+def _left_in(out: Path, first: Settings, *, address: str | None) -> Settings:
+    """Return the settings of a run from the queue, as this server trains it."""
+    return of_this_server(load_run(None, {"out": out}, resume=True), first, address=address)

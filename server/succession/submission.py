@@ -1,0 +1,86 @@
+"""Checks the settings of a run before it is put into a server's queue.
+
+A mistake is found when the run is submitted, and not days later, when the run before it ends: the
+task is loaded, the model built and the optimizer made. Paths are made absolute, because the server
+may run in another working folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
+from headwater.common.task_spec import source_file, split_place
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds.run_state import Training
+
+
+def read_submission(config: Path) -> Settings:
+    """Return the settings of a run that can be trained here.
+
+    Raises:
+        SettingsError: the file names no task, or a folder that holds a run; or see ``load``.
+        HeadwaterError: the run cannot begin, see ``Training``.
+    """
+    settings = load(config, {})
+    if settings.task is None:
+        raise SettingsError(f"{config} names no task", remedy="add the line task = FILE.py:Class")
+    if settings.out is not None and (settings.out / checkpoint.FILE).exists():
+        raise SettingsError(
+            f"{config}: {settings.out} already holds a run",
+            remedy="choose another out, or leave it out: then it is runs/TASK-TIME",
+        )
+    settings = _with_absolute_paths(settings)
+    Training(settings, run_id=0).check_criteria()
+    return settings
+
+
+def _with_absolute_paths(settings: Settings) -> Settings:
+    optimizer, algorithm, model = settings.optimizer, settings.algorithm, settings.model
+    name = algorithm.name
+    initial, out = model.initial, settings.out
+    assert settings.task is not None
+    return settings.model_copy(
+        update={
+            "task": _absolute(settings.task),
+            "out": None if out is None else out.absolute(),
+            "optimizer": optimizer.model_copy(update={"name": _absolute(optimizer.name)}),
+            "algorithm": algorithm.model_copy(
+                update={"name": None if name is None else _absolute(name)}
+            ),
+            "model": model.model_copy(
+                update={"initial": None if initial is None else initial.absolute()}
+            ),
+        }
+    )
+
+
+def _absolute(spec: str) -> str:
+    """Return FILE.py:NAME with the file's absolute path; any other name as it is."""
+    place, name = split_place(spec)
+    if not place.endswith(".py"):
+        return spec
+    file = source_file(spec) or Path(place)
+    return f"{file.absolute()}:{name}" if name else str(file.absolute())
+
+
+def of_this_server(settings: Settings, server: Settings, *, address: str | None) -> Settings:
+    """Return a run's settings on a server that runs: address, certificates and ports stay.
+
+    ``address`` is where the server's devices connect; None before it has listened.
+    """
+    own = server.server
+    if address is not None:
+        own = own.model_copy(update={"listen": address})
+    return settings.model_copy(
+        update={
+            "server": own,
+            "tls": server.tls,
+            "standby": server.standby,
+            "plain_text": server.plain_text,
+            "public_metrics": server.public_metrics,
+            "threads": server.threads,
+        }
+    )
