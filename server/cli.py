@@ -128,7 +128,7 @@ def enroll(
         str, typer.Option("--valid", metavar="TIME", help="How long the token is valid.")
     ] = "1h",
 ) -> None:
-    """Print a one-time join token, with which a device gets its certificate.
+    """Print a one-time join token, for a device's certificate.
 
     The running server opens its enrolment port while a token is valid. Keep the token as secret as
     a password: the first device of this name that presents it gets the certificate.
@@ -145,7 +145,8 @@ def enroll(
 def revoke(name: DeviceName, folder: CertificateFolder = CERTIFICATES) -> None:
     """Revoke a device's certificate, and close its stream.
 
-    A running server does so within a second. The name can be enrolled again, with a new key. The old certificate stays refused.
+    A running server does so within a second. The name can be enrolled again, with a new key. The
+    old certificate stays refused.
     """
     from headwater.server.enrolment.commands import revoke_device
 

@@ -117,13 +117,7 @@ class Settings(Branch):
         ge=0,
         le=2**53,
     )
-    rounds: Rounds = setting(
-        100,
-        "server steps, or forever",
-        on=f"{RUNS} sweep",
-        panel=TRAINING,
-        short=True,
-    )
+    rounds: Rounds = setting(100, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
     threads: Count | None = setting(
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "

@@ -39,17 +39,13 @@ def read_submission(config: Path) -> Settings:
 
 def _with_absolute_paths(settings: Settings) -> Settings:
     optimizer, algorithm, model = settings.optimizer, settings.algorithm, settings.model
-    name = algorithm.name
     initial, out = model.initial, settings.out
-    assert settings.task is not None
     return settings.model_copy(
         update={
             "task": _absolute(settings.task),
             "out": None if out is None else out.absolute(),
             "optimizer": optimizer.model_copy(update={"name": _absolute(optimizer.name)}),
-            "algorithm": algorithm.model_copy(
-                update={"name": None if name is None else _absolute(name)}
-            ),
+            "algorithm": algorithm.model_copy(update={"name": _absolute(algorithm.name)}),
             "model": model.model_copy(
                 update={"initial": None if initial is None else initial.absolute()}
             ),
@@ -57,8 +53,10 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     )
 
 
-def _absolute(spec: str) -> str:
-    """Return FILE.py:NAME with the file's absolute path; any other name as it is."""
+def _absolute(spec: str | None) -> str | None:
+    """Return FILE.py:NAME with the file's absolute path; any other name, or None, as it is."""
+    if spec is None:
+        return None
     place, name = split_place(spec)
     if not place.endswith(".py"):
         return spec
