@@ -116,7 +116,7 @@ def serve_run(
         own_observer = stack.enter_context(_observer(settings, credentials, servicer, control))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
-            control.start(info)
+            control.start({**info, "working_folder": str(Path.cwd())})
         grid = make_grid(servicer, (lambda: True) if control is None else control.may_begin)
         grid.enter_run(run_id)
         if shared is not None:

@@ -42,5 +42,9 @@ def with_task(first: Settings, name: str) -> Settings:
             f"{', '.join(installed_tasks(first)) or own_task(first)}"
         )
     data = pairs_of(device.task_data).get(name)
-    client = device.model_copy(update={"data": device.data if data is None else Path(data)})
+    update = {
+        "data": device.data if data is None else Path(data),
+        "tasks": f"{own_task(first)}={first.task},{device.tasks}",  # it may return to the first
+    }
+    client = device.model_copy(update=update)
     return first.model_copy(update={"task": tasks[name], "client": client})

@@ -56,8 +56,10 @@ def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
     from headwater.server.succession.run_queue import last_run, queued_runs, submit
     from headwater.server.succession.submission import read_submission
 
-    check_run(last_run(folder))
-    settings = read_submission(config)
+    last = last_run(folder)
+    check_run(last)
+    is_same = read_server_state(last).info.get("working_folder") == str(Path.cwd())
+    settings = read_submission(config, has_other_folder=not is_same)
     folder = submit(folder, settings, is_next=is_next)
     server, number = read_server_state(folder), len(queued_runs(folder))
     if not server.is_up:

@@ -1,8 +1,8 @@
 """Checks the settings of a run before it is put into a server's queue.
 
 A mistake is found when the run is submitted, and not days later, when the run before it ends: the
-task is loaded, the model built and the optimizer made. Paths are made absolute, because the server
-may run in another working folder.
+task is loaded, the model built and the optimizer made. Paths are made absolute if the server runs in
+another working folder.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.settings.sources import load
+from headwater.common.settings.sources import default_out, load
 from headwater.common.task_spec import source_file, split_place
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run_state import Training
 
 
-def read_submission(config: Path) -> Settings:
+def read_submission(config: Path, *, has_other_folder: bool) -> Settings:
     """Return the settings of a run that can be trained here.
+
+    ``has_other_folder``: the server's working folder is another one than this process's.
 
     Raises:
         SettingsError: the file names no task, or a folder that holds a run; or see ``load``.
@@ -32,8 +34,9 @@ def read_submission(config: Path) -> Settings:
             f"{config}: {settings.out} already holds a run",
             remedy="choose another out, or leave it out: then it is runs/TASK-TIME",
         )
-    settings = _with_absolute_paths(settings)
-    Training(settings, run_id=0).check_criteria()
+    settings = _with_absolute_paths(settings) if has_other_folder else settings
+    written = settings.model_copy(update={"out": settings.out or default_out(settings)})
+    Training(written, run_id=0).check_criteria()
     return settings
 
 

@@ -45,6 +45,27 @@ class OtherTaskNeeded(Exception):
         self.name = name
 
 
+def check_task(task: str, hello: Hello) -> None:
+    """Check that a device has the run's ``task`` loaded; "" accepts any.
+
+    | the device lists | loaded | result |
+    | --- | --- | --- |
+    | no tasks | any | its model's layout decides |
+    | tasks, not the run's | any | TaskNotInstalled |
+    | the run's task | another | OtherTaskNeeded |
+    | the run's task | the run's | accepted |
+
+    Raises: see ``Admission.admit``.
+    """
+    if not task or not hello.tasks:
+        return
+    if task not in hello.tasks:
+        listed = ", ".join(one[:100] for one in hello.tasks[:MAX_TASKS])
+        raise TaskNotInstalled(f"the run has the task {task!r}; {hello.name} has {listed}")
+    if hello.task != task:
+        raise OtherTaskNeeded(task)
+
+
 class Admission:
     """Admits or refuses streams; all methods run in the servicer's event loop."""
 
@@ -168,35 +189,13 @@ class Admission:
         token, error = self._refused_sessions.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error
-        self._check_task(hello)
+        check_task(self._task, hello)
         if self.layout_digest is not None and hello.layout_digest != self.layout_digest:
             raise ModelMismatch(
                 f"{hello.name}: its model's layout is {hello.layout_digest[:12] or 'unknown'}, the "
                 f"server's {self.layout_digest[:12]}; the device's log names the tensor",
                 layout=self.layout,
             )
-
-    def _check_task(self, hello: Hello) -> None:
-        """Check that a device has the run's task loaded.
-
-        | the device lists | loaded | result |
-        | --- | --- | --- |
-        | no tasks | any | its model's layout decides |
-        | tasks, not the run's | any | TaskNotInstalled |
-        | the run's task | another | OtherTaskNeeded |
-        | the run's task | the run's | accepted |
-
-        Raises: see ``admit``.
-        """
-        if not self._task or not hello.tasks:
-            return
-        if self._task not in hello.tasks:
-            listed = ", ".join(one[:100] for one in hello.tasks[:MAX_TASKS])
-            raise TaskNotInstalled(
-                f"the run has the task {self._task!r}; {hello.name} has {listed}"
-            )
-        if hello.task != self._task:
-            raise OtherTaskNeeded(self._task)
 
     def _rate_key(self, stream: Stream) -> str:
         """Return what refusals are limited by: the certificate's name, or the address."""

@@ -168,9 +168,11 @@ def test_a_flag_in_place_of_a_value_is_refused(command: str) -> None:
         parsed(command, *words, "--secure-aggregation", "--out", "runs/a")
 
 
-def test_only_tables_and_patterns_of_parameters_may_be_repeated() -> None:
+def test_only_tables_patterns_and_pairs_may_be_repeated() -> None:
     given = parsed("simulate", "--local-parameters", "head.*", "--local-parameters", "*.bias")
     assert load(None, given).model.local_parameters == "head.*,*.bias"
+    given = parsed("client", "--also-task", "A=a.py:A", "--also-task", "B=b.py:B")
+    assert load(None, given).client.tasks == "A=a.py:A,B=b.py:B"
     assert parsed("simulate", "--data", "devices/*.csv") == {"simulation.data": "devices/*.csv"}
 
 

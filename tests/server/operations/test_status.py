@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.server.operations import orders, run_lock
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.operations.sqlite_history import History, round_columns
 from headwater.server.operations.status import LONG_WAIT_SECONDS, duration_text, names_text
+from headwater.server.succession.run_queue import submit, take_next
 from headwater.server.transport.device_records import DeviceRecord
 from tests.processes import ROOT
 from tests.round_rows import row
@@ -329,3 +331,16 @@ def test_a_run_without_a_last_round_is_finished_only_if_it_ended_by_itself(tmp_p
     status, text = run("status", "--out", tmp_path)
     assert status == 0
     assert "7 rounds done, without a last one" in text
+
+
+def test_the_status_shows_the_runs_that_wait_and_the_one_that_has_followed(folder: Path) -> None:
+    submit(folder, Settings(task="a.py:A", rounds="forever"), is_next=False)
+    submit(folder, Settings(task="b.py:B", rounds=3), is_next=True)
+    _, text = run("status", "--out", folder)
+    assert "queue 1: b.py:B, 3 rounds, begins after the current round" in text
+    assert "queue 2: a.py:A, no last round" in text
+    _, shown = run("status", "--out", folder, "--json")
+    assert [one["rounds"] for one in json.loads(shown)["queue"]] == [3, "forever"]
+    out = take_next(folder, default_out=folder / "next")
+    _, shown = run("status", "--out", folder, "--json")
+    assert (json.loads(shown)["queue"], json.loads(shown)["followed_by"]) == ([], str(out))
