@@ -1,7 +1,7 @@
 """Checks the settings of a run before it is put into a server's queue.
 
 A mistake is found when the run is submitted, and not days later, when the run before it ends: the
-task is loaded, the model built and the optimizer made. Paths are made absolute if the server runs in
+task is loaded, the model built, the optimizer made. Paths become absolute if the server runs in
 another working folder.
 """
 
