@@ -53,11 +53,19 @@ def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
         SettingsError: there is no run in the folder.
         HeadwaterError: see ``read_submission`` and ``submit``.
     """
+    from headwater.common.settings.schema import SETTINGS_FILE
+    from headwater.common.settings.sources import load
     from headwater.server.succession.run_queue import last_run, queued_runs, submit
     from headwater.server.succession.submission import read_submission
 
     last = last_run(folder)
     check_run(last)
+    file = last / SETTINGS_FILE
+    if file.exists() and load(file, {}).standby.shared_state is not None:
+        raise SettingsError(
+            f"the run in {last} has a standby server, and such a run has no queue",
+            remedy="end it with drain, and start the next run with its own --shared-state",
+        )
     is_same = read_server_state(last).info.get("working_folder") == str(Path.cwd())
     settings = read_submission(config, has_other_folder=not is_same)
     folder = submit(folder, settings, is_next=is_next)
