@@ -9,6 +9,8 @@ Each term has one meaning, the same in code, logs, documentation, metrics and te
   be fewer.
 * accumulation steps, K: Micro-batches per update; ``accumulation_steps`` in code, K in formulas
   and prose.
+* local step, H, epoch, E: A step of an optimizer on the device itself; the local steps of a device
+  in a round; a pass over its examples. Without local steps a round is one exact sum.
 * quota: The examples that a plan requests from one client in one round; K = ceil(quota /
   micro_batch_size).
 * effective batch size: The weight actually summed over the cohort.

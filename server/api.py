@@ -69,7 +69,8 @@ def serve(
         effective_batch_size: examples per round over the whole cohort; the planner divides them.
         accumulation_steps: K, the micro-batches per update; not given: by each client's speed.
         micro_batch_size: examples per micro-batch; not given: by each client's memory.
-        local_steps: local SGD steps per round; above 1, with a server learning rate of 1.
+        local_steps: H, the steps of a client in a round, on average; 1: the exact sum
+            (docs/local.md; ``algorithm="fedavg"`` and the others go by name).
         local_learning_rate: of the local steps, and of the parameters that stay on the clients.
         client_algorithm: the name of the client algorithm that the clients were started with.
         local_parameters: those that stay on each client, as the clients were started with.

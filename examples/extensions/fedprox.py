@@ -1,5 +1,8 @@
 """FedProx (Li et al. 2020, algorithm 2): local steps that are pulled towards the server's model.
 
+``--algorithm fedprox`` has it built in, with any local optimizer; here it shows in a few lines how
+an algorithm of your own takes local steps.
+
 Try it: headwater-simulate --optimizer sgd --lr 1 --local-steps 5 --clients 20 \
     --client-algorithm examples/extensions/fedprox.py:FedProx --algorithm-argument mu=0.1
 """

@@ -14,18 +14,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import headwater
 from headwater.client.local_training.local_update import train_round
+from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.messages import DeviceReport, Plan, Update, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
+from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target, local_round
+from tests.python_tasks import Signs
 from tests.tasks import TwoLayers, examples
-from tests.training_contexts import training_context
+from tests.training_contexts import FakeMemory, training_context
+from tests.training_contexts import plan as plan_of
+from tests.training_contexts import trained as trained_whole
 
 RATE = 2.0**-6
 OWNED = {"one": 24, "two": 12, "three": 40}
@@ -218,6 +224,60 @@ def test_a_local_step_is_an_exact_accumulation_of_micro_batches() -> None:
     cut = trained(plan.model_copy(update={"micro_batch_size": 5}), "one")
     assert [step.num_examples for step in cut.report.steps] == [5, 5, 2] * 2
     assert_near(cut.values_P, update.values_P)
+
+
+def test_a_device_that_must_stop_sends_the_steps_that_it_has_done() -> None:
+    terms = LocalTerms(is_normalized=True)
+    two = plan_of(8, 4, local_steps=2, local_learning_rate=RATE, local=terms)
+    cut = plan_of(12, 4, local_steps=3, local_learning_rate=RATE, local=terms, deadline_seconds=9.0)
+    found, expected = (trained_whole(training(), one) for one in (cut, two))
+    assert (found.report.reason, found.report.local_steps) == ("deadline", 2)
+    assert torch.equal(found.values_P, expected.values_P)
+
+
+def test_a_step_is_cut_smaller_where_the_local_optimizer_leaves_no_room() -> None:
+    num_parameters = build_model(TwoLayers(), seed=0).layout.num_parameters
+    held = 12 * num_parameters  # of AdamW and the copy of the start
+    wanted = plan_of(8, 8, local_steps=1, local=LocalTerms(optimizer="adamw"))
+    memory = FakeMemory(lambda _: 1000 + held + 3 * 10)  # three examples of ten bytes beside it
+    trained_whole(training(memory), wanted)
+    assert memory.begun == [3.0, 3.0, 2.0]
+    roomy = FakeMemory(lambda _: 1000 + held + 8 * 10)
+    trained_whole(training(roomy), wanted)
+    assert roomy.begun == [8.0]
+    assert roomy.line == Line(base=1000.0, each=10.0)  # given back at the round's end
+
+
+def training(memory: FakeMemory | None = None) -> TrainingContext:
+    return training_context(TwoLayers(), examples(12), memory=memory)
+
+
+@pytest.mark.parametrize("correction", ["none", "normalized"])
+def test_masked_rounds_of_local_steps_equal_plain_ones(correction: str) -> None:
+    given: dict[str, Any] = {
+        "clients": 3,
+        "rounds": 2,
+        "progress": False,
+        "accumulation_steps": 2,
+        "micro_batch_size": 2,
+        "local_steps": 3,
+        "step_correction": correction,
+    }
+    plain = headwater.simulate(Signs, **given)
+    masked = headwater.simulate(Signs, secure_aggregation="semi-honest", **given)
+    for one, other in zip(plain.model.parameters(), masked.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_under_masks_every_device_takes_the_same_number_of_steps() -> None:
+    seconds = {"one": 0.01, "two": 0.01, "three": 0.02}
+    plans = planned(
+        chosen(local__steps=4, local__batch_size=10, secure__aggregation="semi-honest"),
+        owned=dict.fromkeys(OWNED, 1000),
+        seconds=seconds,
+    )
+    assert {plan.local_steps for plan in plans.values()} == {4}
+    assert plans["three"].quota < plans["one"].quota
 
 
 @pytest.mark.parametrize(("optimizer", "each"), [("sgd", 4), ("adamw", 12)])
