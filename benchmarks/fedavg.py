@@ -92,7 +92,7 @@ class Federation:
     def _train(self, message: Message, context: Context) -> Message:
         part = int(context.node_config["partition-id"])
         num_parts = int(context.node_config["num-partitions"])
-        identity = Identity(name=str(part), data=None, part=part, num_parts=num_parts)
+        identity = device(self._settings, part, num_parts)
         examples = self.trainer.examples(identity)
         number = int(message.content.config_records["config"]["server-round"])  # type: ignore[arg-type] # Flower puts it there
         seconds, batches = self.epoch(identity, len(examples), number)
@@ -142,13 +142,19 @@ class Federation:
             optimizer.step()
 
 
+def device(settings: Settings, part: int, num_parts: int) -> Identity:
+    """Return a device with its part of the data, as a run of ours divides it."""
+    rule = settings.partition.rule(seed=settings.seed)
+    return Identity(name=str(part), data=None, part=part, num_parts=num_parts, rule=rule)
+
+
 def epoch_seconds(settings: Settings) -> list[float]:
     """Return how long each device of the fleet takes for a round of FedAvg, the fastest first."""
     federation = Federation(settings, learning_rate=1.0, deadline_seconds=None)
     num_parts = settings.simulation.clients
     seconds = []
     for part in range(num_parts):
-        identity = Identity(name=str(part), data=None, part=part, num_parts=num_parts)
+        identity = device(settings, part, num_parts)
         examples = federation.trainer.examples(identity)
         seconds.append(federation.epoch(identity, len(examples), 1)[0])
     return sorted(seconds)
@@ -161,8 +167,12 @@ def run_fedavg(
     deadline_seconds: float | None,
     on_round: Callable[[Round], None],
     num_epochs: int = 1,
+    invited: float = 1.0,
 ) -> None:
-    """Run FedAvg for ``settings.rounds``, from the model that a run of ours starts from."""
+    """Run FedAvg for ``settings.rounds``, from the model that a run of ours starts from.
+
+    ``invited`` is the part of the devices that Flower samples for each round.
+    """
     torch.set_num_threads(settings.threads or 1)
     federation = Federation(
         settings,
@@ -185,7 +195,7 @@ def run_fedavg(
 
     grid = InProcessGrid(federation.app(), settings)
     grid.enter_run(secrets.randbits(62))
-    FedAvg(fraction_evaluate=0.0).start(
+    FedAvg(fraction_train=invited, fraction_evaluate=0.0).start(
         grid,
         ArrayRecord(image.model.state_dict()),
         num_rounds=num_rounds,

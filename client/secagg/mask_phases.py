@@ -62,7 +62,7 @@ def commit_update(
 ) -> ReadyToMask:
     """Phase 2, before anything is changed: bind the update to this session.
 
-    ``bounds`` are the block bounds of a 16-bit ring.
+    ``bounds`` are the block bounds of a 16-bit or 8-bit ring.
 
     Raises:
         SessionRefused, ModelMismatch: see ``client.secagg.checks.CHECKS``.
@@ -203,6 +203,7 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
             rotation=state.rotation,
             bounds=state.bounds,
             max_weight=parameters.encoding.max_weight,
+            ring_bits=parameters.encoding.ring_bits,
         )
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
         # A rotation adds up coordinates, which may overflow.

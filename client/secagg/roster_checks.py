@@ -194,11 +194,11 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
         raise errors.MaskingTooWeak(
             f"{device.name}: it accepts no ring of {encoding.ring_bits} bits"
         )
-    is_rotated = encoding.ring_bits == 16
+    is_rotated = encoding.ring_bits != 32
     has_rotation = parameters.rotation_seed is not None and parameters.bounds_digest is not None
     if is_rotated != has_rotation:
         raise errors.MaskingTooWeak(
-            f"{device.name}: a 16-bit ring needs a rotation and its bounds, a 32-bit ring none"
+            f"{device.name}: a ring of 16 or 8 bits needs a rotation and its bounds, one of 32 none"
         )
     if not is_rotated and not floor.min_clip <= encoding.clip <= floor.max_clip:
         raise errors.MaskingTooWeak(
@@ -212,7 +212,7 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
             f"{planned:,}"
         )
     finest = (
-        rotated_encoding(max_weight=encoding.max_weight)
+        rotated_encoding(max_weight=encoding.max_weight, ring_bits=encoding.ring_bits)
         if is_rotated
         else plan_encoding(max_weight=encoding.max_weight, clip=encoding.clip)
     )

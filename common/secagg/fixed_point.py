@@ -1,10 +1,10 @@
 """Fixed-point encoding of float32 vectors in an integer ring, its clip bound and its error.
 
 A coordinate x is encoded as the integer nearest to x 2^f, in two's complement modulo 2^32 (or
-2^16), so that sums in the ring are sums of integers while the whole cohort's sum cannot wrap. That
-is checked before anything is encoded: a device of weight w clips each coordinate at floor(w c 2^f)
-steps, no device sums more weight than planned, and the planned weights add up to W, so that
-|sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
+2^16, or 2^8), so that sums in the ring are sums of integers while the whole cohort's sum cannot
+wrap. That is checked before anything is encoded: a device of weight w clips each coordinate at
+floor(w c 2^f) steps, no device sums more weight than planned, and the planned weights add up to W,
+so that |sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
 
 Error of the sum if nothing was clipped (every clip is counted):
 
@@ -12,7 +12,7 @@ Error of the sum if nothing was clipped (every clip is counted):
 ring       rounding                           bound, for n devices
 =========  =================================  ==========================
 32 bits    to nearest, ties to even           n 2^-(f+1)
-16 bits    stochastic, of expectation x 2^f   n 2^-f
+16, 8      stochastic, of expectation x 2^f   n 2^-f
 =========  =================================  ==========================
 
 Worked example: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the error of the
@@ -20,8 +20,9 @@ sum is at most 20 x 2^-17 = 1.5e-4, and of the mean 1.5e-4 / 20,000 = 7.6e-9. ``
 chooses the finest f, so 2^f >= 2^30 / (W c), and the error of the mean of a complete cohort is at
 most n c 2^-31, whatever W is; for a cohort with a fraction s of its planned weight, 1/s of that.
 
-With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps. That suffices only for
-coordinates of similar size, which is why ``common/secagg/hadamard_rotation.py`` rotates them first.
+With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps, with 8 bits w/W of 127. That
+suffices only for coordinates of similar size, which is why ``common/secagg/hadamard_rotation.py``
+rotates them first.
 
 The scale and the clip bound are public. Nobody can see what a malicious device masks instead of an
 update, nor whether it clips: it can move the sum to any value of the ring (out of scope, as all
@@ -43,8 +44,10 @@ from torch import Tensor
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
 from headwater.common.model.vectors import all_finite
 
-RingBits = Literal[16, 32]
-RingVector: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
+RingBits = Literal[8, 16, 32]
+RingVector: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32}
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 # float32 holds 2^126 and its inverse as normal numbers, so scaling by 2^f does not round.
 MAX_SCALE_BITS = 126
@@ -81,7 +84,7 @@ class Encoding:
     max_weight: int
 
     def __post_init__(self) -> None:
-        if self.ring_bits not in (16, 32) or abs(self.scale_bits) > MAX_SCALE_BITS:
+        if self.ring_bits not in SIGNED or abs(self.scale_bits) > MAX_SCALE_BITS:
             raise ValueError(
                 f"no ring of {self.ring_bits} bits with a scale of 2^{self.scale_bits}"
             )
@@ -130,9 +133,10 @@ def encode_in_place(
 ) -> tuple[RingVector, int]:
     """Overwrite the vector's memory with ring elements; return them and the number of clips.
 
-    32-bit elements fill the memory, 16-bit elements its first half; the float32 values are lost. A
-    coordinate is clipped at ``encoding.bound(weight)`` steps, or the next smaller float32.
-    ``random`` draws the rounding of a 16-bit ring; by default it is seeded from the system.
+    32-bit elements fill the memory, 16-bit elements its first half, 8-bit elements its first
+    quarter; the float32 values are lost. A coordinate is clipped at ``encoding.bound(weight)``
+    steps, or the next smaller float32. ``random`` draws the rounding of a 16-bit or 8-bit ring; by
+    default it is seeded from the system.
 
     Raises:
         NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
@@ -145,9 +149,9 @@ def encode_in_place(
             f"an update's weight is not in the range of 0 to {encoding.max_weight:,} of the plans"
         )
     check_finite(values)
-    is_stochastic = encoding.ring_bits == 16
+    is_stochastic = encoding.ring_bits != 32
     generator = random or np.random.default_rng() if is_stochastic else None
-    signed = values.view(np.int16)[: len(values)] if is_stochastic else values.view(np.int32)
+    signed = values.view(SIGNED[encoding.ring_bits])[: len(values)]
     limit = _float32_not_above(encoding.bound(weight))
     scale = np.float32(2.0**encoding.scale_bits)
     scaled_C, steps_C = np.empty((2, min(CHUNK, len(values))), dtype=np.float32)
@@ -162,7 +166,7 @@ def encode_in_place(
         _round(steps, fraction=scaled, random=generator)
         # Element i of the ring is at or before coordinate i, so it overwrites no unread value.
         np.copyto(signed[start : start + CHUNK], steps, casting="unsafe")
-    ring: RingVector = signed.view(np.uint16) if is_stochastic else signed.view(np.uint32)
+    ring: RingVector = signed.view(UNSIGNED[encoding.ring_bits])
     return ring, num_clipped
 
 
@@ -212,7 +216,7 @@ def decode_mean(
     """Divide the cohort's sum by its weight, chunk by chunk, into float32.
 
     Without ``out`` the mean overwrites a 32-bit total's own memory (the total is lost), and the
-    mean of a 16-bit total is new memory. Each coordinate is rounded once to float64 and once to
+    mean of a narrower total is new memory. Each coordinate is rounded once to float64 and once to
     float32: a relative error of 2^-24 in addition to that of the sum.
 
     Raises:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from headwater.common.secagg.keys import KEY_BYTES
 from headwater.common.secagg.secret import Secret
 
-Ring: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
+Ring: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
 Cipher = Literal["chacha20", "aes256-ctr"]
 
 VECTOR, SCALARS = 0, 1
@@ -81,8 +81,8 @@ def mask_in_place(
     """
     if vector.ndim != 1 or not vector.flags.c_contiguous or not vector.flags.writeable:
         raise ValueError("only one contiguous, writable run of ring elements can be masked")
-    if vector.dtype.str not in ("<u2", "<u4", "<u8"):
-        raise ValueError(f"a ring's elements are <u2, <u4 or <u8, not {vector.dtype.str}")
+    if vector.dtype.str not in ("|u1", "<u2", "<u4", "<u8"):
+        raise ValueError(f"a ring's elements are |u1, <u2, <u4 or <u8, not {vector.dtype.str}")
     for stream in streams:
         stream.key.reveal()  # checks all keys before the vector is changed
     num_chunks = -(-vector.nbytes // CHUNK_BYTES)

@@ -68,6 +68,7 @@ def check_together(
         )
     if secure.aggregation != "off":
         found += _of_masks(secure, plan, local, aggregation, evaluation, simulation)
+        found += _of_small_ring(secure, plan, cohort)
     if compression.up != "off":
         found += _of_compression(compression, plan, aggregation, secure, privacy)
     found += _of_asynchronous(
@@ -407,6 +408,28 @@ def _of_tree(
             )
 
 
+def _of_small_ring(
+    secure: SecureSettings, plan: PlanSettings, cohort: CohortSettings
+) -> Iterator[SettingsError]:
+    """Yield what leaves a member of a session too few of the 127 steps of an 8-bit ring."""
+    if secure.ring_bits != 8:
+        return
+    most = 127 >> secure.member_bits
+    if cohort.size is None or cohort.size > most:
+        yield SettingsError(
+            f"a device accepts no session in which a member has fewer than 2^{secure.member_bits} "
+            f"steps, and 8 bits have 127 for all members: enough for {most}",
+            remedy=f"set --cohort-size to {most} or less, or use --ring-bits 16; a lower "
+            "secure.member_bits must be set on the server and on every device",
+        )
+    if plan.accumulation_steps is None:
+        yield SettingsError(
+            "the planner would give slow devices a small part of the 127 steps of an 8-bit ring",
+            remedy="set --accumulation-steps, so that all devices weigh alike, or use "
+            "--ring-bits 16",
+        )
+
+
 def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:
     if simulation.workers != 1 and simulation.engine != "in-process":
         yield SettingsError(
@@ -461,7 +484,7 @@ def _of_privacy(
         ),
         "a rule that picks among updates would make one change what others add: leave out "
         "--aggregation": aggregation.rule != "sum",
-        "16 bits leave no room for the noise: leave out --ring-bits 16": (
+        "16 or 8 bits leave no room for the noise: leave out --ring-bits": (
             secure.aggregation != "off" and secure.ring_bits != 32
         ),
         "for each example, devices would tell the quantile of another norm: leave out "

@@ -161,8 +161,10 @@ class SecureSettings(Branch):
         on=ALL,
         short=True,
     )
-    ring_bits: Literal[16, 32] = setting(
-        32, "bits of a masked coordinate; 16 halves the traffic and rounds coarser"
+    ring_bits: Literal[8, 16, 32] = setting(
+        32,
+        "bits of a masked coordinate; 16 halves the traffic and rounds coarser; 8, for sessions of "
+        "few members, quarters it and rounds far coarser",
     )
     min_members: int = setting(
         3,

@@ -95,7 +95,7 @@ class MaskedRounds:
             )
 
         bounds = None
-        if chosen.ring_bits == 16:
+        if chosen.ring_bits != 32:
             bounds = self._encoding.block_bounds(self.image.layout.num_parameters)
 
         def run_session(group: ReadyCohort) -> UnmaskedSum:

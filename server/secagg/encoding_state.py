@@ -108,7 +108,11 @@ def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, E
         rotation = Rotation(seed=parameters.rotation_seed, num_coordinates=parameters.num_values)
         bounds = state.block_bounds(parameters.num_values)
         rms = unrotate_in_place(
-            mean_P, rotation=rotation, bounds=bounds, max_weight=parameters.encoding.max_weight
+            mean_P,
+            rotation=rotation,
+            bounds=bounds,
+            max_weight=parameters.encoding.max_weight,
+            ring_bits=parameters.encoding.ring_bits,
         )
         spread = device_spread(
             num_devices=num_devices,

@@ -102,7 +102,7 @@ def setup_of(
     assert settings.aggregation != "off"
     num_values = image.layout.num_parameters
     seed = digest = None
-    if settings.ring_bits == 16:
+    if settings.ring_bits != 32:
         seed = rotation_seed
         digest = hashlib.sha256(state.block_bounds(num_values).tobytes()).digest()
     return SessionSetup(

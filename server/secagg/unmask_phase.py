@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.common.errors import CorruptUpdate, DealerCheated, TooFewSurvivors, WrongShare
-from headwater.common.secagg.fixed_point import RingVector
+from headwater.common.secagg.fixed_point import UNSIGNED, RingVector
 from headwater.common.secagg.keys import (
     agree,
     commitment,
@@ -58,11 +58,8 @@ class MaskedSum:
     @staticmethod
     def zeros(parameters: Parameters) -> MaskedSum:
         """Return an empty sum of these parameters' sizes."""
-        vector_P: RingVector = (
-            np.zeros(parameters.num_values, np.uint16)
-            if parameters.encoding.ring_bits == 16
-            else np.zeros(parameters.num_values, np.uint32)
-        )
+        dtype = UNSIGNED[parameters.encoding.ring_bits]
+        vector_P: RingVector = np.zeros(parameters.num_values, dtype)
         return MaskedSum(vector_P=vector_P, scalars=np.zeros(len(parameters.scalars), np.uint64))
 
 

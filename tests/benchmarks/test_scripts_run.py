@@ -14,6 +14,7 @@ KEYS = {
     "adapters": "device",
     "banded_noise": "prefix_error_ratio",
     "bfloat16_sums": "K_8",
+    "bytes_to_accuracy": "iid_all",
     "chunked_loss": "chunked",
     "client_memory": "rss_ratio",
     "clipped_examples": "mlp",

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from headwater.client.secagg.types import Floor
 from headwater.common.errors import TooFewSurvivors
-from headwater.common.secagg.fixed_point import decode_mean
+from headwater.common.secagg.fixed_point import RingBits, decode_mean
 from headwater.common.secagg.graph import Mode, ceil_fraction
-from headwater.common.secagg.hadamard_rotation import Rotation, unrotate_in_place
+from headwater.common.secagg.hadamard_rotation import Rotation, steps_of, unrotate_in_place
 from headwater.common.secagg.protocol import WEIGHT, SessionNumber, complete_threshold
 from headwater.common.secagg.scalar_encoding import decode_scalars
 from tests.faults import FaultPlan
@@ -216,15 +216,15 @@ def test_the_next_round_succeeds_after_one_that_too_many_left(mode: Mode) -> Non
     check(cast, {}, cast.names)
 
 
-@pytest.mark.parametrize("ring_bits", [16, 32])
-def test_decoded_mean_is_within_the_stated_bound_of_the_float_mean(ring_bits: int) -> None:
+@pytest.mark.parametrize("ring_bits", [8, 16, 32])
+def test_decoded_mean_is_within_the_stated_bound_of_the_float_mean(ring_bits: RingBits) -> None:
     num_devices, num_values = 6, 64
     random = np.random.default_rng(3)
     bounds = np.full(1, 4.0, np.float32)  # one block of 64
     seed = bytes(range(32))
     extra: dict[str, Any] = {}
-    if ring_bits == 16:
-        extra = {"ring_bits": 16, "rotation_seed": seed, "rotation_bounds": bounds}
+    if ring_bits != 32:
+        extra = {"ring_bits": ring_bits, "rotation_seed": seed, "rotation_bounds": bounds}
     cast = Cast(num_devices, num_values=num_values, clip=16.0, **extra)
     for party in cast.parties.values():  # nothing is clipped
         values = random.normal(0, 0.5 * party.numbers[WEIGHT], num_values).astype(np.float32)
@@ -244,9 +244,15 @@ def test_decoded_mean_is_within_the_stated_bound_of_the_float_mean(ring_bits: in
         np.testing.assert_allclose(mean, exact, rtol=0, atol=largest + half_ulp)
         return
     rotation = Rotation(seed=seed, num_coordinates=num_values)
-    unrotate_in_place(mean, rotation=rotation, bounds=bounds, max_weight=encoding.max_weight)
-    # A step of the rotated sum is bound x W / 32,767; each device is off by less than one. Turning
-    # back keeps the L2 norm. float32 adds 2 log2(64) roundings on either way.
-    step = float(bounds[0]) * encoding.max_weight / 32_767 / weight
+    unrotate_in_place(
+        mean,
+        rotation=rotation,
+        bounds=bounds,
+        max_weight=encoding.max_weight,
+        ring_bits=ring_bits,
+    )
+    # A step of the rotated sum is bound x W / 32,767, or / 127; each device is off by less than
+    # one. Turning back keeps the L2 norm. float32 adds 2 log2(64) roundings on either way.
+    step = float(bounds[0]) * encoding.max_weight / steps_of(ring_bits) / weight
     slack = 24 * 2.0**-24 * float(np.linalg.norm(exact)) * len(came)
     assert np.linalg.norm(mean - exact) <= len(came) * step * math.sqrt(num_values) + slack

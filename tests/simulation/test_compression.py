@@ -92,6 +92,29 @@ def test_settings_that_compression_does_not_go_with_are_refused(
         simulate(tmp_path / "out", compression__up="top-k", **changes)
 
 
+MASKED: dict[str, Any] = {"secure__aggregation": "semi-honest", "secure__ring_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "8 bits have 127 for all members: enough for 7"),
+        ({"cohort__size": 8}, "8 bits have 127 for all members: enough for 7"),
+        ({"cohort__size": 4, "plan__accumulation_steps": None}, "a small part of the 127 steps"),
+    ],
+)
+def test_a_masked_run_in_8_bits_is_refused_where_members_have_too_few_steps(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SettingsError, match=text):
+        simulate(tmp_path / "out", **MASKED, **changes)
+
+
+def test_a_masked_run_in_8_bits_sums_its_cohort(tmp_path: Path) -> None:
+    rows = simulate(tmp_path / "out", **MASKED, cohort__size=4, rounds=1)
+    assert [row.num_clients for row in rows] == [4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "top-k"])
 def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(

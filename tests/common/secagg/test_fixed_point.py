@@ -6,7 +6,7 @@ import math
 import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from headwater.common.secagg.fixed_point import (
     FIRST_CLIP,
     MAX_CLIP,
     MIN_CLIP_ROOM,
+    SIGNED,
+    UNSIGNED,
     ClipState,
     Encoding,
     RingBits,
@@ -35,12 +37,12 @@ FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 SMALL = st.floats(width=32, min_value=-8, max_value=8)
 CLIPS = st.floats(min_value=1e-6, max_value=1e6)
 WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
-BOTH: tuple[RingBits, ...] = (16, 32)
+RINGS: tuple[RingBits, ...] = (8, 16, 32)
 
 
 def empty(length: int, ring_bits: RingBits) -> Any:
     """Return a ring vector of zeros; ``Any``, as numpy's types refuse sums of either dtype."""
-    return np.zeros(length, dtype=np.uint16 if ring_bits == 16 else np.uint32)
+    return np.zeros(length, dtype=UNSIGNED[ring_bits])
 
 
 def encoded(
@@ -81,7 +83,7 @@ def test_an_element_is_the_nearest_integer_within_the_clip(
     assert surely <= num_clipped <= perhaps
 
 
-@given(WEIGHTS, st.integers(1, 20), CLIPS, st.sampled_from(BOTH), st.integers(0, 2**32))
+@given(WEIGHTS, st.integers(1, 20), CLIPS, st.sampled_from(RINGS), st.integers(0, 2**32))
 def test_the_sum_does_not_wrap_even_if_every_coordinate_is_at_the_clip(
     weights: list[int], length: int, clip: float, ring_bits: RingBits, seed: int
 ) -> None:
@@ -94,14 +96,14 @@ def test_the_sum_does_not_wrap_even_if_every_coordinate_is_at_the_clip(
         )
         ring, _ = encode_in_place(values, weight=weight, encoding=encoding, random=random)
         total += ring
-        plain += ring.view(np.int16 if ring_bits == 16 else np.int32)
+        plain += ring.view(SIGNED[ring_bits])
     assert np.array_equal(decode(total, encoding), plain * 2.0**-encoding.scale_bits)
 
 
 @given(
     st.lists(st.lists(SMALL, min_size=5, max_size=5), min_size=1, max_size=12),
     st.integers(1, 100),
-    st.sampled_from(BOTH),
+    st.sampled_from(RINGS),
 )
 def test_the_error_of_a_sum_without_clips_is_within_the_stated_bound(
     updates: list[list[float]], weight: int, ring_bits: RingBits
@@ -148,7 +150,7 @@ def test_the_worked_example_of_the_docstring() -> None:
 @given(
     st.integers(1, 2**40),
     st.floats(min_value=1e-9, max_value=1e9),
-    st.sampled_from(BOTH),
+    st.sampled_from(RINGS),
 )
 def test_the_planned_scale_is_the_finest_that_cannot_wrap(
     max_weight: int, clip: float, ring_bits: RingBits
@@ -164,7 +166,7 @@ def test_the_planned_scale_is_the_finest_that_cannot_wrap(
         )
 
 
-@pytest.mark.parametrize(("ring_bits", "scale_bits"), [(32, 21), (16, 5)])
+@pytest.mark.parametrize(("ring_bits", "scale_bits"), [(32, 21), (16, 5), (8, -3)])
 def test_a_sum_of_exactly_half_the_ring_is_refused(ring_bits: RingBits, scale_bits: int) -> None:
     with pytest.raises(RingCanWrap):
         Encoding(ring_bits=ring_bits, scale_bits=scale_bits, clip=1.0, max_weight=1024)
@@ -181,30 +183,30 @@ def test_an_invalid_clip_or_weight_is_refused(clip: float, max_weight: int) -> N
         Encoding(ring_bits=32, scale_bits=0, clip=clip, max_weight=max_weight)
 
 
-@pytest.mark.parametrize("ring_bits", [0, 8, 31, 64])
+@pytest.mark.parametrize("ring_bits", [0, 4, 31, 64])
 def test_other_rings_are_refused(ring_bits: RingBits) -> None:
     with pytest.raises(ValueError, match="no ring"):
         Encoding(ring_bits=ring_bits, scale_bits=0, clip=1.0, max_weight=1)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
-@pytest.mark.parametrize("ring_bits", BOTH)
+@pytest.mark.parametrize("ring_bits", RINGS)
 def test_encoding_happens_in_the_vector_s_own_memory(length: int, ring_bits: RingBits) -> None:
     values = torch.linspace(-3, 3, length)
     plain = values.numpy().astype(np.float64)
     encoding = plan_encoding(max_weight=1, clip=4.0, ring_bits=ring_bits)
     ring, num_clipped = encode_in_place(values, weight=1, encoding=encoding)
-    assert ring.dtype == (np.uint16 if ring_bits == 16 else np.uint32)
+    assert ring.dtype == UNSIGNED[ring_bits]
     assert len(ring) == length
     assert not length or ring.ctypes.data == values.data_ptr()
     assert not num_clipped
     step = 2.0**-encoding.scale_bits
-    assert np.all(np.abs(decode(ring, encoding) - plain) <= (step if ring_bits == 16 else step / 2))
+    assert np.all(np.abs(decode(ring, encoding) - plain) <= (step if ring_bits != 32 else step / 2))
 
 
 def test_encoding_takes_less_than_a_megabyte_of_extra_memory() -> None:
     values = torch.zeros(2_000_000)
-    for ring_bits in BOTH:
+    for ring_bits in RINGS:
         encoding = plan_encoding(max_weight=1, clip=1.0, ring_bits=ring_bits)
         tracemalloc.start()
         try:
@@ -218,7 +220,7 @@ def test_encoding_takes_less_than_a_megabyte_of_extra_memory() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, CHUNK, CHUNK + 5])
-@pytest.mark.parametrize("ring_bits", BOTH)
+@pytest.mark.parametrize("ring_bits", RINGS)
 def test_a_value_that_is_not_finite_leaves_the_vector_unchanged(
     bad: float, at: int, ring_bits: RingBits
 ) -> None:
@@ -341,8 +343,8 @@ def test_the_clip_bound_stays_acceptable_even_if_every_sum_is_as_large_as_possib
     assert state.clip == MAX_CLIP
 
 
-@pytest.mark.parametrize("bits", [16, 32])
-def test_an_update_of_weight_0_is_encoded_as_zeros(bits: Literal[16, 32]) -> None:
+@pytest.mark.parametrize("bits", RINGS)
+def test_an_update_of_weight_0_is_encoded_as_zeros(bits: RingBits) -> None:
     encoding = plan_encoding(max_weight=10, clip=1.0, ring_bits=bits)
     ring, num_clipped = encode_in_place(torch.zeros(5), weight=0, encoding=encoding)
     assert not ring.any()

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from headwater.client.secagg.types import Floor
 from headwater.common.errors import NonFiniteUpdate
-from headwater.common.secagg.fixed_point import decode_mean, encode_in_place, plan_encoding
+from headwater.common.secagg.fixed_point import (
+    UNSIGNED,
+    RingBits,
+    decode_mean,
+    encode_in_place,
+    plan_encoding,
+)
 from headwater.common.secagg.hadamard_rotation import (
     BOUND_FACTOR,
     MAX_CLIPPED_FRACTION,
@@ -119,23 +125,32 @@ def test_another_seed_gives_another_rotation() -> None:
 
 
 def one_round(
-    updates: NDArray[np.float32], *, weight: int, bounds: NDArray[np.float32], rotation: Rotation
+    updates: NDArray[np.float32],
+    *,
+    weight: int,
+    bounds: NDArray[np.float32],
+    rotation: Rotation,
+    ring_bits: RingBits = 16,
 ) -> tuple[NDArray[np.float32], int]:
-    """Rotate, encode in 16 bits, add in the ring, decode, turn back."""
+    """Rotate, encode, add in the ring, decode, turn back."""
     max_weight = weight * len(updates)
-    encoding = rotated_encoding(max_weight=max_weight)
-    total = np.zeros(updates.shape[1], dtype=np.uint16)
+    encoding = rotated_encoding(max_weight=max_weight, ring_bits=ring_bits)
+    total = np.zeros(updates.shape[1], dtype=UNSIGNED[ring_bits])
     clipped = 0
     for at, update in enumerate(updates):
         vector = torch.from_numpy(update * np.float32(weight))
-        rotate_in_place(vector, rotation=rotation, bounds=bounds, max_weight=max_weight)
+        rotate_in_place(
+            vector, rotation=rotation, bounds=bounds, max_weight=max_weight, ring_bits=ring_bits
+        )
         ring, num_clipped = encode_in_place(
             vector, weight=weight, encoding=encoding, random=np.random.default_rng(at)
         )
-        total += ring.view(np.uint16)
+        total += ring.view(UNSIGNED[ring_bits])
         clipped += num_clipped
     mean = decode_mean(total, encoding=encoding, weight=max_weight)
-    unrotate_in_place(mean, rotation=rotation, bounds=bounds, max_weight=max_weight)
+    unrotate_in_place(
+        mean, rotation=rotation, bounds=bounds, max_weight=max_weight, ring_bits=ring_bits
+    )
     return mean, clipped
 
 
@@ -143,10 +158,12 @@ def relative(found: NDArray[np.float32], exact: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize(("num_devices", "stated"), [(10, 6.2e-4), (64, 4.0e-3)])
+@pytest.mark.parametrize(
+    ("ring_bits", "num_devices", "stated"), [(16, 10, 6.2e-4), (16, 64, 4.0e-3), (8, 5, 0.08)]
+)
 @pytest.mark.parametrize("is_uneven", [False, True])
-def test_the_error_of_16_bits_is_as_stated(
-    num_devices: int, stated: float, is_uneven: bool
+def test_the_error_of_few_bits_is_as_stated(
+    ring_bits: RingBits, num_devices: int, stated: float, is_uneven: bool
 ) -> None:
     length = 5 * 4096 + 1234
     random = np.random.default_rng(7)
@@ -172,7 +189,9 @@ def test_the_error_of_16_bits_is_as_stated(
         math.sqrt(num_devices), rel=0.05
     )  # as the devices are independent
     bounds = follow_bounds(ones, block_rms=block_rms, spread=spread, clipped=0.0)
-    mean, num_clipped = one_round(updates, weight=100, bounds=bounds, rotation=rotation)
+    mean, num_clipped = one_round(
+        updates, weight=100, bounds=bounds, rotation=rotation, ring_bits=ring_bits
+    )
     # A normal variable is beyond 5 standard deviations with probability 5.7e-7.
     assert num_clipped <= max(20 * 5.7e-7, MAX_CLIPPED_FRACTION) * updates.size
     assert relative(mean, exact) == pytest.approx(stated, rel=0.15)

@@ -30,7 +30,7 @@ from headwater.common.secagg.masking import (
 )
 from headwater.common.secagg.secret import Secret
 
-DTYPES = (np.uint16, np.uint32, np.uint64)
+DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 CIPHERS: tuple[Cipher, ...] = ("chacha20", "aes256-ctr")
 PER_CHUNK = CHUNK_BYTES // 4
 # Around the ends of chunks, and of blocks of the ciphers.
