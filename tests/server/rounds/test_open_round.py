@@ -18,7 +18,15 @@ from headwater.server.rounds.open_round import OpenRound
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
 
 
-def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | None) -> str | None:
+def refusal(
+    *,
+    quota: int,
+    num_examples: int,
+    num_steps: int,
+    finish: float | None,
+    num_windows: int = 1,
+    max_windows: int = 1,
+) -> str | None:
     """Return the code by which an update is refused, None if it is taken."""
     plan = Plan(
         round=1,
@@ -27,6 +35,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         quota=quota,
         micro_batch_size=1,
         finish_seconds=finish,
+        max_windows=max_windows,
     )
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=1, planned_weight=plan.max_examples)
@@ -43,6 +52,7 @@ def refusal(*, quota: int, num_examples: int, num_steps: int, finish: float | No
         seconds=1.0,
         steps=(STEP,) * num_steps,
         reason="quota",
+        num_windows=num_windows,
     )
     opened.take(Update(values_P=torch.zeros(0), report=report))
     error = opened.refused.get("pi")
@@ -63,6 +73,29 @@ def test_an_update_holds_no_more_examples_than_its_plan_allows(
     num_examples: int, finish: float | None, code: str | None
 ) -> None:
     found = refusal(quota=40, num_examples=num_examples, num_steps=1, finish=finish)
+    assert found == code
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_windows", "code"),
+    [
+        pytest.param(200, 5, None, id="the examples of its windows"),
+        pytest.param(201, 5, "CountOutOfRange", id="one more than those"),
+        pytest.param(40, 6, "CountOutOfRange", id="more windows than its plan allows"),
+        pytest.param(41, 1, "CountOutOfRange", id="one more than those of its one window"),
+    ],
+)
+def test_an_update_of_several_windows_holds_no_more_than_its_plan_allows(
+    num_examples: int, num_windows: int, code: str | None
+) -> None:
+    found = refusal(
+        quota=40,
+        num_examples=num_examples,
+        num_steps=1,
+        finish=None,
+        num_windows=num_windows,
+        max_windows=5,
+    )
     assert found == code
 
 
