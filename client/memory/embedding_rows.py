@@ -50,14 +50,15 @@ class _RowsForward:
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, indices: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(weight_VD, indices)
-        ctx.padding = padding
+        ctx.save_for_backward(indices)
+        # Itself: where the block is computed again, a saved tensor comes back without its ``grad``.
+        ctx.weight, ctx.padding = weight_VD, padding
         return torch.nn.functional.embedding(indices, weight_VD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        weight_VD, indices = ctx.saved_tensors
+        (indices,), weight_VD = ctx.saved_tensors, ctx.weight
         backward = torch.ops.aten.embedding_dense_backward
         into_VD = grad_to_add_to(weight_VD)
         if into_VD is None or into_VD.dtype != grad.dtype:

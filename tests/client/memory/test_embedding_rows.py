@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.func import functional_call, grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.client.memory import embedding_rows
+from headwater.client.memory.activation_checkpointing import Recomputed, switch_on
 from headwater.client.memory.embedding_rows import add_rows_in_place
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 
@@ -57,6 +60,44 @@ def test_the_sum_has_the_same_bits_and_no_gradient_of_the_whole_table(padding: i
     assert rows.weight.grad is not None
     assert torch.equal(rows.weight.grad, plain.weight.grad)
     assert whole == [None]
+
+
+class LargestMade(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and func is not torch.ops.aten.detach.default:
+            is_new = not func._schema.is_mutable and not func.is_view
+            self.num_elements = max(self.num_elements, found.numel() if is_new else 0)
+        return found
+
+
+@pytest.mark.parametrize("extent", [Recomputed.ALL, Recomputed.CHEAP])
+def test_a_table_whose_block_is_computed_again_has_no_whole_gradient(extent: Recomputed) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    for one in (plain, model):
+        for parameter in one.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    loss_of(plain).backward()  # type: ignore[no-untyped-call]
+    add_rows_in_place(model)
+    assert switch_on(model, dict.fromkeys(range(2), extent))
+    loss = loss_of(model)
+    with adding_in_place(), LargestMade() as made:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert made.num_elements < 1000
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
 
 
 def test_a_hook_on_the_table_changes_its_gradient() -> None:
