@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headwater.client.memory.peak_model import NOISE_BYTES, resident_bytes, status_bytes
+from headwater.common.system.heap import release_product_buffers
 from headwater.common.system.portability import optional_module
 
 resource = optional_module("resource")
@@ -73,6 +74,7 @@ def bounded(limit_bytes: float | None) -> Iterator[None]:
 def _set(limit_bytes: float) -> Iterator[None]:
     global _in_force, _before
     unwritten = _prepared_bytes() + _stack_bytes()
+    release_product_buffers()  # of other threads, such as the one that checked the task
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = max(limit_bytes - NOISE_BYTES - resident_bytes(), 0)
     mapped = status_bytes("VmData")

@@ -132,6 +132,7 @@ class TrainingContext:
         if measured is None:
             self.memory.use_checkpointing(predicted)
         else:
+            self.memory.use_checkpointing(None)
             self.memory.expect(rest_bytes=int(line.base), peak_bytes=int(line.base + predicted))
         fitting = self.memory.fitting(load)
         if not was_on and fitting is not None:

@@ -89,6 +89,40 @@ def test_a_forked_worker_has_no_bound() -> None:
     assert found.stdout.split() == ["0", "False"]
 
 
+PRODUCTS = """
+import threading
+import torch
+from headwater.client.memory.allocation_bound import bounded
+from headwater.client.memory.peak_model import resident_bytes, status_bytes
+
+def product():
+    wide = torch.randn(1024, 4096, requires_grad=True)
+    (torch.randn(512, 1024) @ wide).square().sum().backward()
+    multiplied.set()
+    ended.wait()
+
+with bounded(resident_bytes() + (1 << 30)):
+    pass  # prepares what the first bound prepares
+multiplied, ended = threading.Event(), threading.Event()
+threading.Thread(target=product, daemon=True).start()
+multiplied.wait()
+before = status_bytes("VmData")
+with bounded(resident_bytes() + (1 << 30)):
+    print(before - status_bytes("VmData"))
+ended.set()
+"""
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="buffers of MKL")
+def test_buffers_that_another_thread_s_products_left_take_no_room() -> None:
+    """Such as those of the thread that checked the task: 39 MB, of which 23 were written."""
+    command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(found.stdout) > 8 * MIB
+
+
 def test_the_bound_is_no_limit_of_the_machine() -> None:
     """Else it would count as one of virtual memory, under which training is slower."""
     with bounded(resident_bytes() + 256 * MIB):

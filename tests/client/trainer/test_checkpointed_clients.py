@@ -1,0 +1,81 @@
+"""Where memory may be short, the check keeps glibc's heap free of holes; else it stays fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from headwater.client.memory.peak_model import ProcessMemory, resident_bytes
+from headwater.client.trainer import checkpointed_clients
+from headwater.client.trainer.checkpointed_clients import CheckpointedClients
+from headwater.common.system import heap
+from headwater.common.system.heap import MAX_MMAP_THRESHOLD_BYTES, MMAP_THRESHOLD_BYTES
+from tests.training_contexts import training_context
+
+COMPACT = [(heap.M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)]
+FAST = [
+    (heap.M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES),
+    (heap.M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD_BYTES),
+]
+
+
+class Deep:
+    """Nine layers, which can be computed again."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.ones(8, 65536, 4))
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        return model(batch[0]).sum(), len(batch[0])
+
+
+@pytest.fixture
+def mallopt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The parameters that glibc got."""
+    called: list[tuple[int, int]] = []
+    monkeypatch.setattr(heap, "_mallopt", lambda name, value: called.append((name, value)))
+    return called
+
+
+def fit(limit_over_rest: float) -> None:
+    limit = int(limit_over_rest * resident_bytes())
+    memory = ProcessMemory(lambda: limit)
+    task = Deep()
+    data = task.train_examples(data=None, part=0, num_parts=1)
+    context = training_context(task, data, memory=memory)
+    CheckpointedClients(context.image).fit(context)
+
+
+def test_a_model_that_takes_most_of_the_limit_is_measured_in_a_heap_without_holes(
+    mallopt: list[tuple[int, int]],
+) -> None:
+    fit(1.5)
+    assert mallopt == [*COMPACT, *FAST]  # and training is fast, as a plain pass fits
+
+
+def test_a_model_far_below_the_limit_leaves_the_heap_as_it_is(
+    mallopt: list[tuple[int, int]],
+) -> None:
+    fit(100.0)
+    assert mallopt == []
+
+
+@pytest.mark.parametrize(("heap_share", "last"), [(1.25, FAST), (1e9, COMPACT)])
+def test_where_nothing_is_dropped_blocks_come_from_the_heap_if_its_gaps_fit(
+    mallopt: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    heap_share: float,
+    last: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1e9)  # so a pass is measured
+    monkeypatch.setattr(checkpointed_clients, "HEAP_SHARE", heap_share)
+    fit(1.5)
+    assert mallopt[-len(last) :] == last
