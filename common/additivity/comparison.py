@@ -89,7 +89,7 @@ class Comparison:
         pairs = [positions[at : at + 2] for at in range(len(positions) - 1)]
         for group in pairs if len(positions) > 2 else []:
             self.compare(group)
-        is_fitting = may_train_on(len(positions))
+        is_fitting = self._singles.has_gradients and may_train_on(len(positions))
         self.compare(positions, with_gradients=is_fitting)
         if not is_fitting:
             self.notes.append(

@@ -62,6 +62,8 @@ class SingleExamples:
         self.faults: dict[int, ExampleFault] = {}
         self.is_random = False
         """Whether the loss draws random numbers in evaluation mode too."""
+        self.has_gradients = True
+        """Whether the gradients of all examples are in ``grad``; else only the first one's."""
         self.task, self.model, self.cache = task, model, cache
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         zero_gradients(self._parameters)
@@ -73,6 +75,8 @@ class SingleExamples:
 
     def add(self, positions: Iterable[int], may_add: MayTrainOn) -> None:
         """Add the gradients of single examples that work: two, or four if so many may be added.
+
+        If two may not be, the second passes forward only: no gradients are compared.
 
         Raises:
             MemoryError: an allocation failed.
@@ -92,17 +96,22 @@ class SingleExamples:
                     "have",
                 )
             num_next = len(self.sums) + 1
-            if num_next > NUM_COMPARED or (num_next > 2 and not may_add(num_next)):
+            if num_next > NUM_COMPARED:
+                return
+            is_permitted = may_add(num_next)
+            if num_next == 2:
+                self.has_gradients = is_permitted
+            elif not is_permitted:
                 return
 
     def _single(self, position: int) -> Sums | None:
-        """Add one example's gradient; None if it has a fault."""
+        """Add one example, with its gradient if it is to have one; None if it has a fault."""
         if position in self.sums:
             return self.sums[position]
         try:
             batch = self.cache.batch([position])
             before = random_state()
-            sums = self.backward(batch, sign=1.0)
+            sums = self.backward(batch, sign=1.0) if self.has_gradients else self.forward(batch)
             if random_state() != before and self.model.training and not self.is_random:
                 self._switch_mode(position)
                 self.restart()

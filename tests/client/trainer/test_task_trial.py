@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.trainer import task_trial
 from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import (
@@ -107,6 +108,34 @@ def test_without_room_for_two_examples_their_gradients_are_not_compared_as_a_not
     memory = ProcessMemory(lambda: 1)
     report = check_task(training_context(TwoLayers(), examples(8), memory=memory))
     assert any("predicted not to fit in memory" in note for note in report.notes)
+
+
+def test_a_slow_model_passes_once_backward_and_three_examples_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[tuple[bool, int]] = []
+
+    class Noted(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            passed.append((torch.is_grad_enabled(), len(batch[0])))
+            return super().loss_sum(model, batch)
+
+    monkeypatch.setattr(task_trial, "MAX_SECONDS", -1.0)
+    report = check_task(training_context(Noted(), examples(8)))
+    assert passed == [(True, 1), (False, 1), (False, 2)]
+    assert report.num_seen == 2
+    assert any("were not compared" in note for note in report.notes)
+
+
+def test_a_mean_of_a_slow_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mean(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            loss, weight = super().loss_sum(model, batch)
+            return loss / weight, weight
+
+    monkeypatch.setattr(task_trial, "MAX_SECONDS", -1.0)
+    with pytest.raises(TaskNotAdditive, match="probably a mean"):
+        check_task(training_context(Mean(), examples(8)))
 
 
 def test_augmentation_from_torch_s_generator_is_the_same_when_a_window_is_summed_again() -> None:
