@@ -115,7 +115,7 @@ ended.set()
 
 @LINUX
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="buffers of MKL")
+@pytest.mark.skipif(not torch._C.has_mkl, reason="buffers of MKL")
 def test_buffers_that_another_thread_s_products_left_take_no_room() -> None:
     """Such as those of the thread that checked the task: 39 MB, of which 23 were written."""
     command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
