@@ -267,7 +267,7 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     node = Node(app, run.trainer, identity, settings, run.folder / STATE)
     connection = Connection(
         node,
-        f"127.0.0.1:{port}",
+        [f"127.0.0.1:{port}"],
         renewal=None,
         availability=availability_of(ClientSettings(), identity.name, layout),
         patience_seconds=PATIENCE_SECONDS,
