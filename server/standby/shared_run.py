@@ -198,12 +198,14 @@ def _begin(settings: Settings, store: StateStore, folder: Path, *, resume: bool)
             record.holder,
             record.term_seconds,
         )
-        time.sleep(record.term_seconds)
-        if _read(store)[1] != version:
-            raise SettingsError(
-                f"{record.holder} serves the run in {settings.standby.shared_state}",
-                remedy="follow it with --standby, or end that server first",
-            )
+        end = time.monotonic() + record.term_seconds
+        while time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            if _read(store)[1] != version:
+                raise SettingsError(
+                    f"{record.holder} serves the run in {settings.standby.shared_state}",
+                    remedy="follow it with --standby, or end that server first",
+                )
     lease = Lease.take(store, record, version, term_seconds=settings.standby.term_seconds)
     if lease is None:
         raise SettingsError(

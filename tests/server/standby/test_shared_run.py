@@ -16,11 +16,14 @@ from headwater.server.standby.shared_run import SharedRun, open_run
 from headwater.server.standby.term_record import NAME, TermRecord
 
 TASK = "tests/tasks.py:TwoLayers"
-SECONDS = 0.2
+# Longer than a busy machine keeps a thread from renewing a term; and what is waited for in vain.
+SECONDS, SHORT_SECONDS = 8.0, 0.2
 
 
-def settings(tmp_path: Path, folder: str = "a", **changes: Any) -> Settings:
-    standby = {"shared_state": str(tmp_path / "shared"), "term_seconds": SECONDS}
+def settings(
+    tmp_path: Path, folder: str = "a", term_seconds: float = SECONDS, **changes: Any
+) -> Settings:
+    standby = {"shared_state": str(tmp_path / "shared"), "term_seconds": term_seconds}
     plain = {"task": TASK, "out": tmp_path / folder, "standby": standby, **changes}
     return Settings.model_validate(plain)
 
@@ -29,9 +32,9 @@ def opened(chosen: Settings, *, is_standby: bool = False, resume: bool = False) 
     return open_run(chosen, lambda *, resume: chosen, is_standby=is_standby, resume=resume)
 
 
-def begun(tmp_path: Path) -> SharedRun:
+def begun(tmp_path: Path, *, term_seconds: float = SECONDS) -> SharedRun:
     """Return a run that has published its settings, from folder a."""
-    chosen = settings(tmp_path)
+    chosen = settings(tmp_path, term_seconds=term_seconds)
     shared = opened(chosen)
     assert shared is not None
     assert not shared.holds_run
@@ -57,7 +60,7 @@ def end(shared: SharedRun, error: BaseException | None = None) -> None:
 def test_a_standby_takes_over_what_the_other_server_published_and_ends_its_term(
     tmp_path: Path,
 ) -> None:
-    first = begun(tmp_path)
+    first = begun(tmp_path, term_seconds=SHORT_SECONDS)
     first._lease._has_stopped.set()  # as SIGSTOP would: the term is not renewed
     second = opened(settings(tmp_path, "b"), is_standby=True)
     assert second is not None
