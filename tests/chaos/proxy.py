@@ -19,6 +19,7 @@ from typing import Self
 from tests.faults import Blow, FaultPlan, Way
 
 READ_BYTES = 1 << 14
+LOOK_SECONDS = 0.05
 QUEUED_READS = 64  # a megabyte on the way
 SEGMENT_BYTES = 1448
 THROTTLED_BYTES = 4096  # at once
@@ -70,9 +71,9 @@ class Proxy:
         self._parted_until = time.monotonic() + seconds
 
     def wait_while_parted(self) -> None:
-        """Wait until the ends are no longer parted."""
+        """Wait until the ends are no longer parted, which ``part`` may let be sooner."""
         while (left := self._parted_until - time.monotonic()) > 0:
-            if self._is_closing.wait(left):
+            if self._is_closing.wait(min(left, LOOK_SECONDS)):
                 return
 
     def sleep(self, seconds: float) -> None:
