@@ -12,6 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 WAIT_SECONDS, POLL_MILLISECONDS = 150.0, 30
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 SERIOUS = {"serious", "critical"}
 
 
@@ -47,7 +48,7 @@ class Tab:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Start a headless Chromium, the system's own."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
     assert path is not None, "tests of the page need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
