@@ -31,9 +31,16 @@ from headwater.simulation.fleet.fleet_spec import with_fleet
 
 
 def run_engine(
-    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
+    settings: Settings,
+    *,
+    on_round: OnRound,
+    resume: bool,
+    observer: Observer = NO_OBSERVER,
+    has_report: bool = True,
 ) -> None:
     """Run the settings on the engine that they name.
+
+    Without ``has_report`` a run in this process leaves no curves.png and no report.html.
 
     Raises:
         SettingsError: the engine does not support ``resume``.
@@ -45,12 +52,15 @@ def run_engine(
         from headwater.server.page.run_page import run_page
 
         with run_page(settings, credentials=read_credentials(settings.tls)) as page:
-            _run(settings, on_round=on_round, resume=resume, observer=Observers(observer, page))
+            both = Observers(observer, page)
+            _run(settings, on_round=on_round, resume=resume, observer=both, has_report=has_report)
     else:
-        _run(settings, on_round=on_round, resume=resume, observer=observer)
+        _run(settings, on_round=on_round, resume=resume, observer=observer, has_report=has_report)
 
 
-def _run(settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer) -> None:
+def _run(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer, has_report: bool
+) -> None:
     engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
     if engine == "flower-ray":
         if resume:
@@ -68,11 +78,13 @@ def _run(settings: Settings, *, on_round: OnRound, resume: bool, observer: Obser
     elif is_masked:
         run_on_messages(settings, on_round=on_round, resume=resume, observer=observer)
     else:
-        _run_in_process(settings, on_round=on_round, resume=resume, observer=observer)
+        _run_in_process(
+            settings, on_round=on_round, resume=resume, has_report=has_report, observer=observer
+        )
 
 
 def _run_in_process(
-    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer
+    settings: Settings, *, on_round: OnRound, resume: bool, has_report: bool, observer: Observer
 ) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
@@ -82,7 +94,8 @@ def _run_in_process(
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
-        observers = Observers(RoundLog(), ReportWriter(), *tracking, observer)
+        reports = [RoundLog(draws_curves=has_report), *([ReportWriter()] if has_report else [])]
+        observers = Observers(*reports, *tracking, observer)
         run(
             training,
             fleet if settings.simulation.aggregators == 1 else tree_of(fleet, training),

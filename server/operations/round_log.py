@@ -47,7 +47,9 @@ class RoundLog(Observer):
     Of a run without a last round only the latest rows stay (``server.succession.log_limits``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws_curves: bool = True) -> None:
+        """Without ``draws_curves`` there is no curves.png, which takes longer than a short run."""
+        self._draws_curves = draws_curves
         self._folder: Path | None = None
         self._file: RowsFile
         self._board: _Board | None = None
@@ -115,7 +117,8 @@ class RoundLog(Observer):
             self._file.close()
             if self._board is not None:
                 self._board.close()
-            _draw(self._folder)
+            if self._draws_curves:
+                _draw(self._folder)
         except OSError as error:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
 

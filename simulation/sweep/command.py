@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
-from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.console import console
-from headwater.common.system.file_lock import try_lock
-from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted
+from headwater.simulation.sweep.execution import execute, locked
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs, read_sweep
 from headwater.simulation.sweep.plot import draw_sweep
-from headwater.simulation.sweep.pool import run_all
 from headwater.simulation.sweep.results import (
     POINTS_FILE,
     RUNS_FILE,
@@ -33,9 +26,6 @@ from headwater.simulation.sweep.results import (
     summarize,
     write_tables,
 )
-from headwater.simulation.sweep.worker import RunProgress
-
-LOCK = "sweep.lock"
 
 
 def run_sweep(
@@ -65,7 +55,7 @@ def run_sweep(
     folder = out or Path("runs") / (f"sweep-{file.stem}" if file is not None else "sweep")
     chosen = {key: value for key, value in overrides.items() if value is not None}
     runs = plan_runs(tree, sweep, chosen, out=folder)
-    with _locked(folder):
+    with locked(folder):
         remaining = [run for run in runs if read_result(run) is None]
         num_points = len(runs) // len(sweep.seeds)
         num_done = len(runs) - len(remaining)
@@ -77,7 +67,7 @@ def run_sweep(
             soft_wrap=True,
         )
         try:
-            failed = _execute(remaining, jobs)
+            failed = execute(remaining, jobs=jobs)
         except KeyboardInterrupt:
             console.print("stopped; the same command continues from the committed rounds")
             raise typer.Exit(130) from None
@@ -87,94 +77,6 @@ def run_sweep(
         why = escape(printable(f"{run.folder}: {reason}"))
         console.print(f"[bold red]failed[/] {why}", soft_wrap=True)
     return not failed
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a sweep's folder; the end of the process releases it.
-
-    Raises:
-        SettingsError: another process holds it.
-        StateError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a", encoding="utf-8")
-    except OSError as error:
-        raise StateError(
-            f"cannot write {folder}: {error.strerror}", remedy="choose another --out"
-        ) from error
-    with file:
-        if not try_lock(file.fileno()):
-            raise SettingsError(
-                f"another process executes the sweep in {folder}",
-                remedy="wait for its end, or choose another --out",
-            )
-        yield
-
-
-def _execute(runs: Sequence[SweepRun], jobs: int) -> list[tuple[SweepRun, str]]:
-    """Execute the runs under a progress bar over all rounds; return each failed run and why."""
-    state = _SweepDisplay(runs)
-    with (
-        LiveStatus(console, block=state.block, wait_line=state.line) as status,
-        closing(run_all(runs, jobs=jobs)) as updates,
-    ):
-        for run, progress in updates:
-            state.take(run, progress)
-            if progress.ended is not None:
-                name = f"{run.folder.parent.name}/{run.folder.name}"
-                outcome = ": ".join(filter(None, (progress.ended, progress.line)))
-                line = f"run {state.num_ended:>4}/{len(runs)}  {name}  {printable(outcome)}"
-                status.event(partial(str, line), is_important=True)
-    return state.failed
-
-
-class _SweepDisplay:
-    """The progress of a sweep's runs, and its text."""
-
-    def __init__(self, runs: Sequence[SweepRun]) -> None:
-        self.failed: list[tuple[SweepRun, str]] = []
-        self.num_ended = 0
-        self._num_runs = len(runs)
-        self._total = sum(_num_rounds(run) for run in runs)
-        self._done = {run.folder: 0 for run in runs}
-        self._last_line = ""
-        self._begin = time.monotonic()
-
-    def take(self, run: SweepRun, progress: RunProgress) -> None:
-        """Take a committed round, or the end of a run."""
-        self._done[run.folder] = _num_rounds(run) if progress.ended else progress.round
-        if progress.ended is None:
-            self._last_line = progress.line
-            return
-        self.num_ended += 1
-        if progress.ended == "failed":
-            self.failed.append((run, progress.line))
-
-    def block(self, width: int) -> list[Text]:
-        """Return the state in lines of ``width`` columns."""
-        title = f"{self.num_ended} of {counted(self._num_runs, 'run')}"
-        is_ascii = console.options.ascii_only
-        lines = head(title, self._num_done / max(self._total, 1), [], width, is_ascii=is_ascii)
-        return pack([*lines, *self._figures()], width)
-
-    def line(self) -> str:
-        """Return the state as one line."""
-        return line_of([f"{self.num_ended} of {counted(self._num_runs, 'run')}", *self._figures()])
-
-    @property
-    def _num_done(self) -> int:
-        return sum(self._done.values())
-
-    def _figures(self) -> list[str]:
-        passed = duration(float(round(time.monotonic() - self._begin)))
-        return [f"{self._num_done:,} of {counted(self._total, 'round')}", passed, self._last_line]
-
-
-def _num_rounds(run: SweepRun) -> int:
-    assert run.settings.num_rounds is not None  # ``plan_runs`` refuses a run without end
-    return run.settings.num_rounds
 
 
 def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None) -> None:

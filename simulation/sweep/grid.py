@@ -55,6 +55,10 @@ class SweepRun:
     point: Point
     seed: int
     settings: Settings
+    is_trial: bool = False
+    """Whether the run is a part of a comparison. It has no curves.png and no report.html, which
+    take longer than a short run; if no device gives a usable answer at its rate, it has diverged.
+    """
 
     @property
     def folder(self) -> Path:
@@ -114,7 +118,7 @@ def plan_runs(
             remedy="give fewer values or seeds",
         )
     runs = [
-        _run_of(tree, overrides, point, seed, out)
+        run_of(tree, overrides, point, seed, out=out, what="sweep")
         for point in points(sweep.grid)
         for seed in sweep.seeds
     ]
@@ -131,9 +135,20 @@ def points(grid: Mapping[str, Sequence[Any]]) -> Iterator[Point]:
         yield dict(zip(grid, values, strict=True))
 
 
-def _run_of(
-    tree: Mapping[str, Any], overrides: Mapping[str, Any], point: Point, seed: int, out: Path
+def run_of(
+    tree: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    point: Point,
+    seed: int,
+    *,
+    out: Path,
+    what: str,
 ) -> SweepRun:
+    """Return the run of a point and a seed; the point wins over the overrides, they over the tree.
+
+    Raises:
+        SettingsError: a setting is unknown or out of range; ``what`` the run is a part of is named.
+    """
     # A copy, because ``load`` writes the dotted keys into the tree's own dictionaries.
     merged = {**copy.deepcopy(dict(tree)), **overrides, **point, "seed": seed}
     name = slug(point) or "as-it-is"
@@ -141,10 +156,10 @@ def _run_of(
         settings = with_fleet(with_default_task(load(None, merged)))
     except SettingsError as error:
         message = error.message.removeprefix("the command line: ")
-        raise SettingsError(f"the sweep at {name}: {message}", remedy=error.remedy) from error
+        raise SettingsError(f"the {what} at {name}: {message}", remedy=error.remedy) from error
     if settings.num_rounds is None:
         raise SettingsError(
-            f"the sweep at {name}: a run of --rounds forever has no result to compare",
+            f"the {what} at {name}: a run of --rounds forever has no result to compare",
             remedy="set --rounds N",
         )
     folder = out / f"{name}-{digest(settings)}" / f"seed-{seed}"

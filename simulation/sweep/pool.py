@@ -1,4 +1,4 @@
-"""Executes a sweep's runs in worker processes, ``jobs`` of them at a time.
+"""Executes runs in worker processes, ``jobs`` of them at a time.
 
 ``multiprocessing`` with one pipe per worker, and not ``concurrent.futures``: there the death of one
 process fails every run in progress and hides which run killed it. Here it fails the run of that
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -25,46 +25,52 @@ EXIT_SECONDS = 30.0  # for an interrupted run to close its files
 
 
 def run_all(
-    runs: Sequence[SweepRun], *, jobs: int
+    waiting: deque[SweepRun], *, jobs: int
 ) -> Generator[tuple[SweepRun, RunProgress], None, None]:
     """Execute the runs, resuming those that have a checkpoint, and yield their progress.
 
-    When the generator ends or is closed, no worker process is left.
+    The runs leave ``waiting`` as they start. The caller may append more whenever this has yielded;
+    it ends when no run is left. When the generator ends or is closed, no worker process is left.
     """
-    waiting = deque(runs)
-    workers: dict[PipeEnd, _Worker] = {}
+    busy: dict[PipeEnd, _Worker] = {}
+    idle: list[_Worker] = []
 
-    def start_worker() -> None:
-        if waiting:
+    def start_runs() -> None:
+        while waiting and len(busy) < jobs:
             with _sigint_deferred():
-                worker = _Worker(waiting.popleft())
-                workers[worker.pipe] = worker
+                run = waiting.popleft()
+                worker = idle.pop() if idle else _Worker()
+                worker.begin(run)
+                busy[worker.pipe] = worker
 
     try:
-        for _ in range(jobs):
-            start_worker()
-        while workers:
-            for one in wait(cast(list[Connection], list(workers))):
+        start_runs()
+        while busy:
+            for one in wait(cast(list[Connection], list(busy))):
                 ready = cast(PipeEnd, one)
-                worker = workers[ready]
+                worker = busy[ready]
                 run, progress = worker.run, worker.receive()
-                if progress.ended and worker.is_alive and waiting:
-                    worker.begin(waiting.popleft())
-                elif progress.ended:
-                    workers.pop(ready).close()
-                    start_worker()
+                if progress.ended:
+                    del busy[ready]
+                    if worker.is_alive:
+                        idle.append(worker)
+                    else:
+                        worker.close()
                 yield run, progress
+            start_runs()
     finally:
-        for worker in workers.values():
+        for worker in busy.values():
             worker.interrupt()
-        for worker in workers.values():
+        for worker in (*busy.values(), *idle):
             worker.close()
 
 
 class _Worker:
     """One worker process and the run that it executes."""
 
-    def __init__(self, run: SweepRun) -> None:
+    run: SweepRun
+
+    def __init__(self) -> None:
         context = get_context("spawn")
         self.pipe: PipeEnd
         self.pipe, other_end = context.Pipe()
@@ -72,13 +78,12 @@ class _Worker:
         self._process.start()
         other_end.close()
         self.is_alive = True
-        self.begin(run)
 
     def begin(self, run: SweepRun) -> None:
         """Send a run to the process."""
         self.run = run
         with suppress(OSError):  # the process has died: ``receive`` reports it
-            self.pipe.send(run.settings)
+            self.pipe.send(run)
 
     def receive(self) -> RunProgress:
         """Return the next message of the process; a process that died has failed its run."""

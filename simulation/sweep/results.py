@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,27 @@ RUNS_FILE, POINTS_FILE = "runs.csv", "points.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoundCost:
+    """What one round took: bytes up and down, examples, and seconds of the devices' clock."""
+
+    num_bytes: int
+    num_examples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """A run that is complete, or that diverged, as it would again.
 
     ``curves`` maps each metric, and the training loss, to its values by round, without those that
-    are not finite.
+    are not finite. ``costs`` has each round's; an earlier version's result has none.
     """
 
     run: SweepRun
     has_diverged: bool
     num_rounds: int
     curves: Mapping[str, Mapping[int, float]]
+    costs: Mapping[int, RoundCost] = field(default_factory=dict)
 
     def last(self, metric: str) -> float | None:
         """Return the last value of a metric; None if it has no value or the run diverged."""
@@ -86,6 +96,7 @@ def read_result(run: SweepRun) -> Result | None:
             has_diverged=result["ended"] == "diverged",
             num_rounds=rounds[-1]["round"] if rounds else 0,
             curves=curves,
+            costs={row["round"]: _cost_of(row) for row in rounds if "bytes_up" in row},
         )
     except FileNotFoundError:
         return None
@@ -93,6 +104,15 @@ def read_result(run: SweepRun) -> Result | None:
         raise StateError(
             f"{path} cannot be read: {error}", remedy="remove the file, and the run is done again"
         ) from error
+
+
+def _cost_of(row: Mapping[str, Any]) -> RoundCost:
+    virtual = row["virtual_seconds"]
+    return RoundCost(
+        num_bytes=row["bytes_up"] + row["bytes_down"],
+        num_examples=row["num_examples"],
+        seconds=row["seconds"] if virtual is None else virtual,
+    )
 
 
 def choose_metric(results: Sequence[Result], preferred: str | None) -> str:

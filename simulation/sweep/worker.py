@@ -1,6 +1,6 @@
 """A sweep's worker process: executes one run after another, so that torch loads only once.
 
-The sweep and the worker hold the two ends of a pipe. The sweep sends the settings of a run; the
+The sweep and the worker hold the two ends of a pipe. The sweep sends a run with its settings; the
 worker answers with a ``RunProgress`` for each committed round and one for the run's end. SIGINT, or
 the end of the sweep's process, interrupts the run as Ctrl-C does: its committed rounds are kept.
 """
@@ -16,17 +16,25 @@ import threading
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from headwater.common.errors import Diverged, HeadwaterError
-from headwater.common.settings.schema import Settings
+from headwater.common.errors import Diverged, HeadwaterError, TooFewClients
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.portability import PipeEnd
 from headwater.common.system.stop_signals import interrupt
 
+if TYPE_CHECKING:
+    from headwater.server.rounds.round_loop import OnRound
+    from headwater.simulation.sweep.grid import SweepRun
+
 log = logging.getLogger(__name__)
 
 RESULT, LOG = "result.json", "log.txt"
+# What a result holds of each round.
+KEYS = (
+    *("round", "loss", "weight", "metrics"),
+    *("num_examples", "bytes_up", "bytes_down", "virtual_seconds", "seconds"),
+)
 
 Outcome = Literal["whole", "diverged", "failed"]
 
@@ -69,38 +77,57 @@ def _interrupt_when_the_sweep_ends() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _execute(settings: Settings, pipe: PipeEnd) -> RunProgress:
+def _execute(run: SweepRun, pipe: PipeEnd) -> RunProgress:
     """Execute or resume a run, and write its result unless another attempt could end otherwise."""
     from headwater.server.operations.round_display import brief_line
-    from headwater.server.operations.round_log import read_rows
-    from headwater.server.rounds.checkpoint import FILE
     from headwater.server.rounds.round_row import RoundRow
-    from headwater.simulation.run import run_engine
 
     def on_round(row: RoundRow) -> None:
         pipe.send(RunProgress(round=row.round, line=brief_line(row)))
 
-    folder = settings.out
-    assert folder is not None  # a sweep sets each run's folder
-    folder.mkdir(parents=True, exist_ok=True)
-    _redirect_output(folder / LOG)
-    ended: Outcome = "whole"
-    message = ""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    _redirect_output(run.folder / LOG)
     try:
-        run_engine(settings, on_round=on_round, resume=(folder / FILE).exists())
-    except Diverged as error:
-        ended, message = "diverged", error.message
+        ended, message = execute_run(run, on_round=on_round)
     except HeadwaterError as error:
         log.error("%s: %s", error.code, error.message)
         return RunProgress(ended="failed", line=f"{error.code}: {error.message}")
     except Exception as error:
         log.exception("the run failed")
         return RunProgress(ended="failed", line=f"{type(error).__name__}: {error}")
-    keys = ("round", "loss", "weight", "metrics")
-    rounds = [{key: row[key] for key in keys} for row in read_rows(folder)]
+    return RunProgress(ended=ended, line=message)
+
+
+def execute_run(run: SweepRun, *, on_round: OnRound) -> tuple[Outcome, str]:
+    """Execute or resume a run in this process, and write its result; return how and why it ended.
+
+    Raises:
+        HeadwaterError: it did not end, and another attempt could end otherwise; there is no result.
+    """
+    from headwater.server.operations.round_log import read_rows
+    from headwater.server.rounds.checkpoint import FILE
+    from headwater.simulation.run import run_engine
+
+    folder = run.folder
+    ended: Outcome = "whole"
+    message = ""
+    try:
+        run_engine(
+            run.settings,
+            on_round=on_round,
+            resume=(folder / FILE).exists(),
+            has_report=not run.is_trial,
+        )
+    except Diverged as error:
+        ended, message = "diverged", error.message
+    except TooFewClients as error:
+        if not run.is_trial:
+            raise
+        ended, message = "diverged", error.message
+    rounds = [{key: row[key] for key in KEYS} for row in read_rows(folder)]
     result = {"ended": ended, "message": message, "rounds": rounds}
     write_atomically(folder / RESULT, json.dumps(result).encode())
-    return RunProgress(ended=ended, line=message)
+    return ended, message
 
 
 def _redirect_output(path: Path) -> None:
