@@ -1,4 +1,4 @@
-"""The command line of ``headwater-simulate``: many clients on one machine, and sweeps of runs."""
+"""The command line of ``headwater-simulate``: one run, sweeps of runs, comparisons."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from headwater.common.system.command_line import Config, Resume, Verbose, new_ap
 from headwater.common.system.portability import num_usable_cores
 from headwater.common.system.stop_signals import interrupt_at_stop_signals
 from headwater.common.wording import counted
+from headwater.simulation.compare.flags import CompareCommand
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -97,7 +98,7 @@ def sweep(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    r"""Run every combination of some settings with several seeds, and compare the results.
+    r"""Run every combination of some settings with several seeds.
 
     SWEEP.toml is a settings file with a table [sweep] (docs/sweep.md). The same command again runs
     only what is missing: completed runs are kept, and an interrupted run continues from its
@@ -170,6 +171,74 @@ def guide(
         print_text(f"guide at {link}; Ctrl-C ends it")
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+@app.command(cls=CompareCommand)
+def compare(
+    context: typer.Context,
+    config: Config = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget",
+            metavar="X=N",
+            help="What each algorithm may use: rounds=N, bytes=N, examples=N or seconds=N.",
+        ),
+    ] = "rounds=50",
+    seeds: Annotated[
+        str, typer.Option("--seeds", metavar="0,1,2", help="The seeds of each algorithm.")
+    ] = "0,1,2",
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            "--target",
+            metavar="VALUE",
+            help="The value of the metric whose cost counts. [default: nearly the best]",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", metavar="N", min=1, help="Runs at a time. [default: the usable cores]"
+        ),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    r"""Compare exact steps and local training on your task and fleet.
+
+    Exact steps, FedAvg, FedProx and DiLoCo each get a short search for the learning rate, then a
+    run for each seed. Tables, a plot and a sentence of advice say which needs the fewest rounds,
+    bytes, examples and seconds. The same command again runs only what is missing.
+
+    Try it: headwater-simulate compare --task examples/digits.py:Digits \
+        --clients 20 --budget rounds=30
+    """
+    from headwater.common.system.console import start_log
+    from headwater.simulation.compare.command import run_comparison
+
+    start_log(verbose=verbose)
+    given = overrides(context)
+    out = given.pop("out", None)
+    is_done = run_comparison(
+        config,
+        overrides=given,
+        budget=budget,
+        seeds=numbers(seeds),
+        metric=metric,
+        target=target,
+        jobs=jobs or num_usable_cores(),
+        out=None if out is None else Path(out),
+    )
+    if not is_done:
+        raise typer.Exit(1)
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:

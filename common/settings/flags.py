@@ -208,7 +208,14 @@ class _ReadableHelp(click.Command):
 
 
 class _WithSettings(_ReadableHelp):
-    """A command with an option for each setting whose field names the command."""
+    """A command with an option for each setting whose field names the command.
+
+    ``flags_of`` is another command, whose flags it has in place of its own; the help leaves those
+    of the settings ``hidden_flags`` out.
+    """
+
+    flags_of: str | None = None
+    hidden_flags: tuple[str, ...] = ()
 
     @cached_property
     def _options(self) -> dict[str, TyperOption]:
@@ -216,10 +223,13 @@ class _WithSettings(_ReadableHelp):
         from headwater.common.settings.introspection import all_settings
         from headwater.common.settings.schema import PANELS
 
-        command = (self.name or "").removeprefix("headwater-")
+        command = self.flags_of or (self.name or "").removeprefix("headwater-")
         settings = [each for each in all_settings().values() if command in each.commands]
         settings.sort(key=lambda each: PANELS.index(each.panel))
-        return {each.key: _option_of(each) for each in settings} | {SET: SET_OPTION}
+        options = {each.key: _option_of(each) for each in settings}
+        for key in options.keys() & {*self.hidden_flags}:
+            options[key].hidden = True
+        return options | {SET: SET_OPTION}
 
     def settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
         """Return the options of settings by their dotted keys."""

@@ -58,8 +58,8 @@ def load(
     Raises:
         SettingsError: a file is missing or not TOML; a setting is unknown or its value wrong.
     """
-    tree = {} if below is None else _read(below)
-    own = {} if config is None else _read(config)
+    tree = {} if below is None else read_tree(below)
+    own = {} if config is None else read_tree(config)
     given = {key: value for key, value in overrides.items() if value is not None}
     layers = [(source, [*given]), (str(config), [key for key, _ in flattened(own)])]
     if below is not None:
@@ -85,7 +85,7 @@ def load_run(
     """
     if not resume:
         return load(config, overrides, source=source)
-    own = {} if config is None else _read(config)
+    own = {} if config is None else read_tree(config)
     out = overrides.get("out") or own.get("out")
     if out is None:
         raise SettingsError("--resume needs --out", remedy="name the folder of the run: --out DIR")
@@ -98,7 +98,12 @@ def load_run(
     return load(config, overrides, source=source, below=left if left.exists() else None)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_tree(file: Path) -> dict[str, Any]:
+    """Return the tree of a settings file, not checked.
+
+    Raises:
+        SettingsError: the file is missing or not TOML.
+    """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

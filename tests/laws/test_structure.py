@@ -139,9 +139,10 @@ def test_every_import_of_ours_names_the_package() -> None:
     }
 
 
-def test_only_the_command_imports_sweeps() -> None:
+def test_only_the_command_and_comparisons_import_sweeps() -> None:
     found = {name for name in sources() for it in imports(name) if "simulation/sweep/" in it}
-    outside = {name for name in found if not name.startswith("simulation/sweep/")}
+    rooms = ("simulation/sweep/", "simulation/compare/")
+    outside = {name for name in found if not name.startswith(rooms)}
     assert outside == {"simulation/cli.py"}
 
 

@@ -20,8 +20,9 @@ COMMAND = re.compile(
 )
 # What is added to the commands that match, so that each does little: a later flag holds.
 SHORTER = {
-    r"headwater-simulate": "--rounds 1",
-    r"headwater-simulate sweep": "--seeds 0 --jobs 1",
+    r"headwater-simulate(?! compare)": "--rounds 1",
+    r"headwater-simulate compare": "--budget rounds=1",
+    r"headwater-simulate (sweep|compare)": "--seeds 0 --jobs 1",
     r"headwater-simulate(?!.*--tokens-per).*(causal_lm|image_|text_)": "--effective-batch-size 32",
     r"python -m headwater[.]examples[.]inversion": "--steps 3",
 }

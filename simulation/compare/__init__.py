@@ -1,0 +1,1 @@
+"""Compares algorithms on the user's task and fleet, at equal cost."""

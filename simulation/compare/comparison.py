@@ -1,0 +1,190 @@
+"""Decides which runs a comparison needs next, and how the candidates stand after those that ended.
+
+Each candidate goes through a search for its rate, with short runs of a seed that is not compared,
+and then through a run for each seed. Both are functions of the results so far: a comparison that
+was interrupted continues where it was, and the results may come in any order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.sources import load
+from headwater.simulation.compare.budget import Budget
+from headwater.simulation.compare.candidates import LOCAL, Candidate, Shared, candidates
+from headwater.simulation.compare.rate_search import best_rate, first_rates, next_rate, score
+from headwater.simulation.compare.standing import Standing
+from headwater.simulation.compare.trajectory import Trajectory, summed, trajectory_of
+from headwater.simulation.sweep.grid import SweepRun, run_of
+from headwater.simulation.sweep.results import LOSS, Result, choose_metric, read_result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What is compared, and where its runs are."""
+
+    shared: Shared
+    candidates: tuple[Candidate, ...]
+    seeds: tuple[int, ...]
+    budget: Budget
+    metric: str | None
+    """The metric that the user names; None: the first of test_accuracy, test_loss and loss."""
+    folder: Path
+
+    @property
+    def num_expected(self) -> int:
+        """The number of runs, if no search goes beyond its first rates."""
+        each = len(first_rates(1.0)) + len(self.seeds)
+        return len(self.candidates) * each
+
+    @property
+    def first_run(self) -> SweepRun:
+        """A run of the first search, whose settings all runs share but for the algorithm's."""
+        candidate = self.candidates[0]
+        return self._search_run(candidate, first_rates(candidate.first_rate)[0])[0]
+
+    def due(self) -> list[SweepRun]:
+        """Return the runs that have no result and can be started now."""
+        return [run for one in self.candidates for run in self._due(one)]
+
+    def results(self) -> list[Result]:
+        """Return the results of all runs that have ended."""
+        found = []
+        for candidate in self.candidates:
+            searched, rate = self._search(candidate)
+            found += [result for _, result in searched if result is not None]
+            if rate is not None:
+                found += _ended(self._runs(candidate, rate, searched))
+        return found
+
+    def chosen_metric(self) -> str:
+        """Return the metric that is compared.
+
+        Raises:
+            SettingsError: no run has the metric that the user names.
+        """
+        return choose_metric(self.results(), self.metric)
+
+    def standings(self) -> list[Standing]:
+        """Return how each candidate stands."""
+        metric = self.chosen_metric()
+        found = []
+        for candidate in self.candidates:
+            searched, rate = self._search(candidate)
+            ended = [] if rate is None else _ended(self._runs(candidate, rate, searched))
+            tried = [result for _, result in searched if result is not None]
+            found.append(
+                Standing(
+                    candidate=candidate,
+                    tried={
+                        run.point[candidate.rate_key]: self._score(result)
+                        for run, result in searched
+                        if result is not None
+                    },
+                    search_cost=summed(_curve(result, metric).total for result in tried),
+                    rate=rate,
+                    runs=tuple(_curve(one, metric) for one in ended if not one.has_diverged),
+                    num_diverged=sum(one.has_diverged for one in ended),
+                )
+            )
+        return found
+
+    def _due(self, candidate: Candidate) -> list[SweepRun]:
+        searched, rate = self._search(candidate)
+        missing = [run for run, result in searched if result is None]
+        if missing or rate is None:
+            return missing
+        runs = self._runs(candidate, rate, searched)
+        return [run for run in runs if read_result(run) is None]
+
+    def _search(
+        self, candidate: Candidate
+    ) -> tuple[list[tuple[SweepRun, Result | None]], float | None]:
+        """Return the runs of the search, and the best rate; None while one is missing."""
+        searched = [self._search_run(candidate, rate) for rate in first_rates(candidate.first_rate)]
+        while True:
+            ended = {run.point[candidate.rate_key]: it for run, it in searched if it is not None}
+            if len(ended) < len(searched):
+                return searched, None
+            scores = {rate: self._score(result) for rate, result in ended.items()}
+            rate = next_rate(scores)
+            if rate is None:
+                return searched, best_rate(scores)
+            searched.append(self._search_run(candidate, rate))
+
+    def _search_run(self, candidate: Candidate, rate: float) -> tuple[SweepRun, Result | None]:
+        # The seed is none of those that are compared: their results choose nothing.
+        run = self._run(candidate, rate, max(self.seeds) + 1, self.budget.search_rounds)
+        return run, read_result(run)
+
+    def _runs(
+        self,
+        candidate: Candidate,
+        rate: float,
+        searched: Iterable[tuple[SweepRun, Result | None]],
+    ) -> list[SweepRun]:
+        (best,) = (
+            result for run, result in searched if result and run.point[candidate.rate_key] == rate
+        )
+        rounds = self.budget.rounds_within(_curve(best, LOSS).total)
+        return [self._run(candidate, rate, seed, rounds) for seed in self.seeds]
+
+    def _run(self, candidate: Candidate, rate: float, seed: int, rounds: int) -> SweepRun:
+        shared = self.shared.without(candidate.other_branch)
+        overrides = {**shared.overrides, "rounds": rounds}
+        run = run_of(
+            shared.tree,
+            overrides,
+            candidate.at(rate),
+            seed,
+            out=self.folder,
+            what="comparison",
+        )
+        return replace(run, is_trial=True)
+
+    def _score(self, result: Result) -> float | None:
+        if result.has_diverged:
+            return None
+        metric = choose_metric([result], self.metric)
+        curve = _curve(result, metric)
+        return score(curve.values, is_smaller_better=curve.is_smaller_better)
+
+
+def plan_comparison(
+    shared: Shared,
+    *,
+    seeds: Sequence[int],
+    budget: Budget,
+    metric: str | None,
+    folder: Path,
+) -> Comparison:
+    """Return the comparison of the algorithms with these settings.
+
+    Raises:
+        SettingsError: a setting is wrong or the comparison chooses it; a seed is named twice.
+    """
+    shared.check()
+    if len(set(seeds)) < len(seeds):
+        raise SettingsError("--seeds names a seed twice", remedy="name each seed once")
+    exact = shared.without(LOCAL)
+    server = load(None, {**copy.deepcopy(dict(exact.tree)), **exact.overrides}).optimizer
+    return Comparison(
+        shared=shared,
+        candidates=candidates(server),
+        seeds=tuple(seeds),
+        budget=budget,
+        metric=metric,
+        folder=folder,
+    )
+
+
+def _ended(runs: Iterable[SweepRun]) -> list[Result]:
+    return [result for run in runs if (result := read_result(run)) is not None]
+
+
+def _curve(result: Result, metric: str) -> Trajectory:
+    return trajectory_of(result, metric, is_smaller_better=metric.endswith(LOSS))
