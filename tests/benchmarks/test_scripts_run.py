@@ -12,6 +12,7 @@ from tests.processes import Processes
 KEYS = {
     "accumulation": "mlp",
     "adapters": "device",
+    "algorithms": "digits, dirichlet, 5 of 20",
     "banded_noise": "prefix_error_ratio",
     "bfloat16_sums": "K_8",
     "bytes_to_accuracy": "iid_all",
