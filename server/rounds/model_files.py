@@ -31,7 +31,8 @@ from headwater.common.system.atomic_file import atomic_writer
 
 # The settings by which a server gets this model and no other, on every way of running.
 RECORDED: dict[str, Any] = {
-    **dict.fromkeys(("seed", "optimizer", "schedule", "plan", "algorithm", "model"), True),
+    **dict.fromkeys(("seed", "optimizer", "schedule", "plan", "local", "algorithm", "model"), True),
+    **dict.fromkeys(("compression", "asynchronous"), True),
     "cohort": {"size", "weighting"},
     "secure": {"aggregation", "ring_bits"},
 }
@@ -99,9 +100,11 @@ def _write(file: Path, tensors: Mapping[str, Tensor], record: ModelRecord) -> No
 def recorded_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that shaped the training, without paths and those that are not set.
 
+    The server optimizer has the name and rate that it has in the run, also if it was not named.
     An optimizer or a client algorithm of the user's own keeps its name, which may hold a path.
     """
-    return _without_paths(settings.model_dump(include=RECORDED, exclude_none=True))
+    chosen = settings.model_copy(update={"optimizer": settings.server_optimizer})
+    return _without_paths(chosen.model_dump(include=RECORDED, exclude_none=True))
 
 
 def _without_paths(tree: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ NOT_OF_A_FLOWER_RUN = (
     "privacy.budget",
     "tls.",
     "server.",
+    "standby.",
     "client.",
     "simulation.",
     "cohort.reconnect",
