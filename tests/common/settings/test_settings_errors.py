@@ -56,8 +56,8 @@ FILES: dict[str, tuple[str, str]] = {
         "plan.precision (--precision): expected one of float32, bfloat16, auto, found 'float16'",
     ),
     "bad number among choices": (
-        "[secure]\nring_bits = 8",
-        "secure.ring_bits (--ring-bits): expected one of 16, 32, found 8",
+        "[secure]\nring_bits = 12",
+        "secure.ring_bits (--ring-bits): expected one of 8, 16, 32, found 12",
     ),
     "no truth value": (
         "check_task = 'perhaps'",
