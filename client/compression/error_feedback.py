@@ -16,9 +16,9 @@ arrive, the device trains on the same examples again, and starts from the residu
 refused or lost update loses nothing and counts nothing twice.
 
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
-layout, or if the run went on without compression in between. Another method or fraction takes the
-residual over; another run begins without one. With parameters that stay on the device only the
-shared vector has a residual.
+layout, if the run went on without compression in between, or if the server went back to a
+checkpoint before both. Another method or fraction takes the residual over; another run begins
+without one. With parameters that stay on the device only the shared vector has a residual.
 """
 
 from __future__ import annotations
@@ -107,19 +107,24 @@ class ErrorFeedback:
             return None
         newest = stored[-1]
         if newest.round < counted:
-            log.warning(
-                "%s: the residual of round %d is dropped, as the run went on without compression",
-                self._slots.where,
-                newest.round,
-            )
-            for slot in SLOTS:
-                self._slots.remove(slot)
-            stored.clear()
+            self._drop(stored, "the run went on without compression")
             return None
         if newest.round == counted:
             return newest
-        # A server that was restored from an older checkpoint has counted neither.
-        return stored[0] if len(stored) == len(SLOTS) and stored[0].round <= counted else None
+        if len(stored) < len(SLOTS):
+            return None
+        if stored[0].round > counted:  # the rounds after it come again, under the same numbers
+            self._drop(stored, "the server went back to an earlier checkpoint")
+            return None
+        return stored[0]
+
+    def _drop(self, stored: list[_Residual], why: str) -> None:
+        """Empty both slots, with a line in the log."""
+        number, where = stored[-1].round, self._slots.where
+        log.warning("%s: the residual of round %d is dropped, as %s", where, number, why)
+        for slot in SLOTS:
+            self._slots.remove(slot)
+        stored.clear()
 
     def _stored(self) -> list[_Residual]:
         """Return the stored residuals, in the order of their rounds; unusable ones are removed."""

@@ -64,8 +64,12 @@ class ResidualFiles:
     def _remove_stale(self) -> None:
         """Remove old files of this device's other runs, each 4 bytes per parameter."""
         is_own = re.compile(re.escape(self._name) + NAME_PATTERN).fullmatch
+        # A device may be away for longer, and this run's residual is still to be sent.
+        current = {self.path(slot).name for slot in (0, 1)}
         for path in self._folder.iterdir():
-            if is_own(path.name) and self._wall_clock() - path.stat().st_mtime > STALE_SECONDS:
+            if path.name in current or not is_own(path.name):
+                continue
+            if self._wall_clock() - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink(missing_ok=True)
 
 

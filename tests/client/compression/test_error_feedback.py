@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +152,33 @@ def test_another_run_begins_without_a_residual_and_removes_old_files(tmp_path: P
     assert late.read(0) is None
     late.write(0, b"", memoryview(b"1234"))
     assert [path.name for path in tmp_path.iterdir()] == ["pi-8.residual-0"]
+
+
+def test_a_device_that_was_away_for_weeks_loses_nothing_if_its_next_update_is_lost(
+    tmp_path: Path,
+) -> None:
+    for folder in (tmp_path / "away", tmp_path / "here"):
+        sent(folder, plan(1, counted=None))
+    for path in (tmp_path / "away").iterdir():
+        os.utime(path, (0, 0))
+    again = [sent(tmp_path / "away", plan(2, counted=1)) for _ in range(2)]
+    expected = sent(tmp_path / "here", plan(2, counted=1))
+    assert [torch.equal(one, expected) for one in again] == [True, True]
+
+
+@pytest.mark.parametrize("num_rounds", [3, 4])  # the last round is then in either slot
+def test_rounds_that_come_again_after_an_older_checkpoint_have_their_own_residual(
+    tmp_path: Path, num_rounds: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, num_rounds + 1):
+        sent(tmp_path / "back", plan(number, counted=number - 1 or None))
+    at = num_rounds - 2  # neither of the two residuals that are stored is of a counted round
+    with caplog.at_level(logging.WARNING):
+        sent(tmp_path / "back", plan(at + 1, counted=at))
+    assert "the server went back to an earlier checkpoint" in caplog.text
+    sent(tmp_path / "new", plan(at + 1, counted=None))
+    after = [sent(tmp_path / name, plan(at + 2, counted=at + 1)) for name in ("back", "new")]
+    assert torch.equal(*after)
 
 
 class FullDisk:
