@@ -67,7 +67,7 @@ class BufferedRounds:
             StalenessRule(version=training.round, chosen=training.settings.asynchronous),
         )
         if not self._has_begun and training.round:
-            self._plans_out.restore()
+            self._plans_out.restore(version=training.round, counted=training.counted)
         self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
         before = fleet.traffic()

@@ -18,6 +18,7 @@ from headwater.common.errors import StateError
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
+from headwater.server.planning.plan_messages import algorithm_of
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +33,30 @@ class PlansOut:
         self._is_kept = chosen.offline_windows > 1
         self._max_staleness = chosen.max_staleness
         self._path = None if settings.out is None else settings.out / FILE
+        self._algorithm = algorithm_of(settings)
+        """What the plans of this server say of the algorithm."""
         self._plans: dict[str, dict[int, Plan]] = {}
 
-    def restore(self) -> None:
-        """Read the file of an earlier server; a damaged one counts as empty."""
+    def restore(self, *, version: int, counted: Mapping[str, int]) -> None:
+        """Read the file of an earlier server; a damaged one counts as empty.
+
+        It may be older or newer than the checkpoint of the model ``version``. Left out are plans
+        that were counted (``counted``: the last round of each client), plans of models that this
+        server has not made, and plans of another algorithm, whose updates are no like sums.
+        """
         if not self._is_kept or self._path is None:
             return
+
+        def is_open(name: str, plan: Plan) -> bool:
+            is_new = plan.round > counted.get(name, 0) and plan.model_version <= version
+            return is_new and (plan.local, plan.algorithm) == self._algorithm
+
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._plans = {
-                name: {plan.round: plan for plan in map(Plan.model_validate_json, texts)}
+                name: {plan.round: plan for plan in plans if is_open(name, plan)}
                 for name, texts in found.items()
+                for plans in [map(Plan.model_validate_json, texts)]
             }
         except FileNotFoundError:
             return

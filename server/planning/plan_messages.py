@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwater.common.messages import Plan
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons
 from headwater.server.planning.answer_times import answer_times
@@ -30,19 +31,16 @@ def plans_of(
     dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size;
     ``frozen`` is the digest of the model's frozen part; ``local`` is the work of local training.
     """
-    chosen = settings.plan
+    chosen, (terms, label) = settings.plan, algorithm_of(settings)
     common = {
         "round": round_number,
         "run_seed": settings.seed,
         "model_version": round_number - 1,
         "max_tokens": chosen.max_tokens_per_micro_batch,
         "local_learning_rate": settings.local.rate,
-        # A client algorithm of the user's takes the steps itself.
-        "local": None
-        if local is None or settings.algorithm.name is not None
-        else settings.local.terms(chosen),
+        "local": terms,
         "precision": chosen.precision,
-        "algorithm": settings.algorithm.label,
+        "algorithm": label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "is_masked": settings.secure.aggregation != "off",
         "compression": settings.compression.terms,
@@ -68,6 +66,16 @@ def plans_of(
         fields = _work(assignment, settings, size, number, local) | {"answer_seconds": answer}
         shared[kind] = Plan(**common, **fields, counted_round=kind[1], weigh_as=kind[2])
     return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
+
+
+def algorithm_of(settings: Settings) -> tuple[LocalTerms | None, str | None]:
+    """Return the terms of the local steps and the client algorithm, as plans state them.
+
+    An algorithm of the user's takes the steps itself: then there are no terms.
+    """
+    label = settings.algorithm.label
+    is_built_in = settings.local.is_on and settings.algorithm.name is None
+    return settings.local.terms(settings.plan) if is_built_in else None, label
 
 
 def _local_steps(assignment: Assignment, local: LocalRound | None) -> int:

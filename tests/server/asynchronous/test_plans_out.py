@@ -13,20 +13,23 @@ def plan_of(version: int) -> Plan:
     return Plan(round=version + 1, run_seed=0, model_version=version, quota=4, micro_batch_size=2)
 
 
-def plans_in(folder: Path, *, max_staleness: int = 5, offline_windows: int = 3) -> PlansOut:
+def plans_in(
+    folder: Path, *, max_staleness: int = 5, offline_windows: int = 3, algorithm: str = "exact"
+) -> PlansOut:
     chosen = {
         "is_on": True,
         "max_staleness": max_staleness,
         "offline_windows": offline_windows,
     }
-    return PlansOut(Settings.model_validate({"out": folder, "asynchronous": chosen}))
+    settings = {"out": folder, "asynchronous": chosen, "local": {"algorithm": algorithm}}
+    return PlansOut(Settings.model_validate(settings))
 
 
 def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Path) -> None:
     before, after = plans_in(tmp_path), plans_in(tmp_path)
     before.add({"pi": plan_of(3), "laptop": plan_of(3)}, version=3)
     before.add({"pi": plan_of(4)}, version=4)
-    after.restore()
+    after.restore(version=4, counted={})
     assert (after.of("pi", 4), after.of("pi", 5)) == (plan_of(3), plan_of(4))
     after.remove("pi", 4)
     assert (after.of("pi", 4), after.of("pi", 5)) == (None, plan_of(4))
@@ -40,10 +43,31 @@ def test_plans_of_models_that_are_too_old_are_forgotten(tmp_path: Path) -> None:
     assert plans.of("pi", 2) is None
 
 
+def test_a_plan_that_the_checkpoint_has_counted_is_not_open_again(tmp_path: Path) -> None:
+    plans_in(tmp_path).add({"pi": plan_of(3), "laptop": plan_of(3)}, version=3)
+    after = plans_in(tmp_path)
+    after.restore(version=5, counted={"pi": 4, "laptop": 3})
+    assert (after.of("pi", 4), after.of("laptop", 4)) == (None, plan_of(3))
+
+
+def test_a_plan_of_a_model_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    plans_in(tmp_path).add({"pi": plan_of(3), "laptop": plan_of(4)}, version=4)
+    after = plans_in(tmp_path)
+    after.restore(version=3, counted={})
+    assert (after.of("pi", 4), after.of("laptop", 5)) == (plan_of(3), None)
+
+
+def test_a_plan_of_another_algorithm_is_forgotten(tmp_path: Path) -> None:
+    plans_in(tmp_path).add({"pi": plan_of(3)}, version=3)
+    after = plans_in(tmp_path, algorithm="fedavg")
+    after.restore(version=3, counted={})
+    assert after.of("pi", 4) is None
+
+
 def test_a_damaged_file_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"pi": ["{"]}')
     plans = plans_in(tmp_path)
-    plans.restore()
+    plans.restore(version=1, counted={})
     assert plans.of("pi", 1) is None
 
 
