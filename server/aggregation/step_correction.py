@@ -12,28 +12,40 @@ of a usual round.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from headwater.common.messages import Plan, ReportFields
 from headwater.common.optimizers.local_optimizer import path_length
 from headwater.server.aggregation.round_reports import RoundSum
 
 
+def once(_: Plan) -> int:
+    """Return how many times an update of a synchronous round counts."""
+    return 1
+
+
 def correct_steps(
-    done: RoundSum, plans: Mapping[str, Plan], reports: Mapping[str, ReportFields]
+    done: RoundSum,
+    plans: Mapping[str, Plan],
+    reports: Mapping[str, ReportFields],
+    times_of: Callable[[Plan], int] = once,
 ) -> None:
     """Multiply the mean by the mean path length of its clients, in place; 1 if none is normalized.
 
-    The lengths are weighed as the updates are. A client counts with the steps that it reports, at
-    most those of its plan; one without a report, as in masked and private rounds, with its plan's.
+    The lengths are weighed as the updates are: by their weights, ``times_of`` their plans times. A
+    client counts with the steps that it reports, at most those of its plan; one without a report,
+    as in masked and private rounds, with its plan's.
     """
     terms = next(iter(plans.values())).local  # the same in all plans of a round
     if terms is not None and terms.is_normalized:
-        done.mean_P.mul_(mean_path_length(plans, done.names, reports))
+        done.mean_P.mul_(mean_path_length(plans, done.names, reports, times_of))
 
 
 def mean_path_length(
-    plans: Mapping[str, Plan], names: Iterable[str], reports: Mapping[str, ReportFields]
+    plans: Mapping[str, Plan],
+    names: Iterable[str],
+    reports: Mapping[str, ReportFields],
+    times_of: Callable[[Plan], int] = once,
 ) -> float:
     """Return the mean path length of the clients ``names``; ``reports`` are those of some."""
     lengths, weights = [], []
@@ -42,7 +54,8 @@ def mean_path_length(
         assert plan.local is not None
         steps = plan.local_steps if report is None else min(report.local_steps, plan.local_steps)
         length = path_length(plan.local, max(steps, 1), rate=plan.local_learning_rate)
-        weight = float(plan.weigh_as or plan.quota) if report is None else float(report.weight)
+        own = (plan.weigh_as or plan.quota) if report is None else report.weight
+        weight = float(times_of(plan) * own)
         lengths.append(weight * length)
         weights.append(weight)
     return math.fsum(lengths) / math.fsum(weights)

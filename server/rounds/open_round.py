@@ -87,6 +87,10 @@ class OpenRound:
         self._held = held
         self._times_of = times_of
 
+    def times(self, plan: Plan) -> int:
+        """Return how many times an update with this plan counts."""
+        return 1 if self._times_of is None else self._times_of(plan)
+
     @property
     def has_one_model(self) -> bool:
         """Whether all updates were computed at the same model, as in a synchronous round."""
@@ -164,9 +168,8 @@ class OpenRound:
         if self._held is not None:
             self._held.add(whole(within_P), report.weight)
         else:
-            times = 1 if self._times_of is None else self._times_of(plan)
             known = peaks if within_P is values_P else None
-            self._total.fold(within_P, report.weight, known, times=times)
+            self._total.fold(within_P, report.weight, known, times=self.times(plan))
         self.accepted[report.name] = report
         self._reports.append(report)
         if report.clip_bit is not None:

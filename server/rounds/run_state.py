@@ -253,7 +253,8 @@ class Training:
             noise=total(opened.noise) if held is None and opened.has_one_model else None,
             bit_sum=bit_sum,
         )
-        correct_steps(done, opened.plans, {} if self.privacy is not None else opened.accepted)
+        reports = {} if self.privacy is not None else opened.accepted
+        correct_steps(done, opened.plans, reports, opened.times)
         return done
 
     def _note_unmasked(self, opened: OpenRound, unmasked: UnmaskedSum) -> None:

@@ -118,6 +118,15 @@ def test_a_device_counts_with_the_steps_that_it_took_and_at_most_its_plan_s() ->
     assert mean_path_length(plans, ["few", "many"], {"many": took_four}) == (2 + 4) / 2
 
 
+def test_the_length_of_a_stale_update_s_path_is_discounted_as_the_update_is() -> None:
+    plans = plans_of(LocalTerms(is_normalized=True))
+
+    def times(one: Plan) -> int:
+        return 3 if one.local_steps == STEPS["few"] else 1
+
+    assert mean_path_length(plans, ["few", "many"], {}, times) == (3 * 2 + 10) / 4
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("number", [1, 3, 10])
 def test_momentum_makes_the_path_longer_by_the_papers_formula(momentum: float, number: int) -> None:
