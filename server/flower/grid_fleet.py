@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from flwr.app import Message, RecordDict
+from flwr.app import Array, Message, RecordDict
 from flwr.serverapp import Grid
 
 from headwater.common.compression.model_difference import SentModel
@@ -63,6 +63,8 @@ class GridFleet:
         self._arrived: deque[Message] = deque()
         """Replies from Flower's own grid that were pulled together."""
         self._given_up: deque[Dropout] = deque()
+        self._model: tuple[int, Array] | None = None
+        """The copy of the model that was dispatched last, and the number of its step."""
 
     @property
     def has_virtual_clock(self) -> bool:
@@ -143,9 +145,14 @@ class GridFleet:
         return self._send_model("train", plans, image, timeout_seconds, read)
 
     def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
-        """See ``DispatchingFleet``; the model is copied, as steps change it while it is sent."""
-        array = records.flat_array(bytes(image.buffer()), dtype="uint8")
-        nodes = self._nodes()
+        """See ``DispatchingFleet``; the model is copied, as steps change it while it is sent.
+
+        It is copied once for a step, however many clients join while its buffer fills.
+        """
+        if self._model is None or self._model[0] != round_number:
+            copy = records.flat_array(bytes(image.buffer()), dtype="uint8")
+            self._model = (round_number, copy)
+        array, nodes = self._model[1], self._nodes()
         for left in [name for name in plans if name not in nodes]:
             error = ConnectionLost(f"{left} left before its plan was sent")
             self._given_up.append(Dropout(name=left, error=error))

@@ -1,0 +1,51 @@
+"""The fleet of asynchronous rounds: a model is copied once for a step, before plans carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flwr.app import Message
+from torch import nn
+
+from headwater.common.flower import records
+from headwater.common.flower.grid import ensure_message_id
+from headwater.common.messages import Plan
+from headwater.common.model.parameters import ModelImage
+from headwater.server.flower.grid_fleet import GridFleet
+from tests.server.flower.test_registration import REQUEST, Wire
+
+
+class Answering(Wire):
+    """A grid whose nodes describe themselves at once, and work on their plans."""
+
+    def __init__(self, *nodes: int) -> None:
+        super().__init__(*nodes)
+        self.plans: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        pushed = super().push_messages(messages)
+        for node, _ in self.new_requests():
+            self.answer(node)
+        return pushed
+
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        self.plans += sent
+        return [ensure_message_id(message) for message in sent]
+
+    def models(self) -> list[memoryview]:
+        found = [records.vector(message.content) for message in self.plans]
+        return [memoryview(model) for model in found if model is not None]
+
+
+def test_clients_that_join_while_a_buffer_fills_share_one_copy_of_its_model() -> None:
+    wire, image = Answering(1, 2, 3), ModelImage(nn.Linear(2, 1))
+    fleet = GridFleet(wire)
+    fleet.describe(REQUEST, min_clients=3)
+    for name, step in (("d1", 1), ("d2", 1), ("d3", 2)):
+        chosen = Plan(round=step, run_seed=0, model_version=step - 1, quota=1, micro_batch_size=1)
+        image.values_P.fill_(step)
+        fleet.dispatch({name: chosen}, image, round_number=step)
+    first, second, third = wire.models()
+    assert first.obj is second.obj
+    assert (bytes(first) == bytes(third), bytes(third)) == (False, bytes(image.buffer()))
