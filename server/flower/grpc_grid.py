@@ -132,6 +132,7 @@ class GrpcGrid(HeadwaterGrid):
                 else self._servicer.arrivals.get(timeout=timeout)
             )
         except queue.Empty:
+            self.check_term()
             self.while_waiting()
             return None
         if arrival.message_id in self._dispatched:

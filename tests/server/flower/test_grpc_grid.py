@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from headwater.common.errors import TermEnded
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import TURN_WEIGHT, GrpcGrid
 from tests.attacks.raw import RUN_ID, RawDevice, Run, serving
@@ -46,5 +47,20 @@ def test_a_turn_is_the_time_between_an_update_and_the_next_request() -> None:
             assert seen[0] >= FOLD_SECONDS
             # A moving average: a turn of zero seconds reduces it by its weight at most.
             assert seen[1] >= seen[0] * (1 - TURN_WEIGHT)
+
+    asyncio.run(play())
+
+
+def test_a_server_whose_term_has_ended_waits_for_no_answer_of_asynchronous_rounds() -> None:
+    def end_term() -> None:
+        raise TermEnded("another server has the run")
+
+    async def play() -> None:
+        async with serving() as run:
+            grid = GrpcGrid(run.servicer)
+            grid.enter_run(RUN_ID)
+            grid.check_term = end_term
+            with pytest.raises(TermEnded):
+                await asyncio.to_thread(grid.next_reply, timeout=0.0)
 
     asyncio.run(play())
