@@ -177,7 +177,10 @@ class Node:
             return False
         plan, report = json.loads(plan_json), json.loads(answer.head_json)
         most = min(self._settings.asynchronous.offline_windows, plan.get("max_windows", 1))
-        return "steps" in report and report.get("num_windows", 1) < most
+        # The sum of an earlier plan that answers this one is delivered as it is, and a compressed
+        # update is no vector that windows can be added to.
+        is_own = report.get("round") == plan["round"] and plan.get("compression") is None
+        return is_own and "steps" in report and report.get("num_windows", 1) < most
 
     def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:
         """Write an update that waits for a link to a file; it stays the answer."""

@@ -74,6 +74,8 @@ def merged(before: UpdateReport, window: UpdateReport) -> UpdateReport:
             "loss_sum": before.loss_sum + window.loss_sum,
             "metric_sums": dict(metrics),
             "num_refused": before.num_refused + window.num_refused,
+            "num_joined": before.num_joined + window.num_joined,
+            "num_left": before.num_left + window.num_left,
             "seconds": before.seconds + window.seconds,
             "steps": (*before.steps, *window.steps),
             "num_windows": before.num_windows + window.num_windows,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
+from headwater.client.flower.node import NodeAnswer
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.session import SecureSession
 from headwater.common.errors import OlderTerm, SessionReplayed, StateError, UpdateNotHeld
@@ -299,3 +301,21 @@ def test_a_device_that_has_met_a_later_server_refuses_an_older_one(tmp_path: Pat
     device.node.enter(RUN, term=3)
     with pytest.raises(OlderTerm, match="term 0 of the run, and this device has met term 3"):
         NodeDevice(0, folder=tmp_path)  # the device's process starts again
+
+
+@pytest.mark.parametrize(
+    ("changes", "may"),
+    [
+        ({}, True),
+        ({"round": 6}, False),  # the update is the sum of an earlier plan
+        ({"max_windows": 1}, False),
+        ({"compression": {"method": "int8"}}, False),
+    ],
+)
+def test_a_device_adds_windows_only_to_a_whole_update_of_its_own_plan(
+    tmp_path: Path, changes: dict[str, Any], may: bool
+) -> None:
+    node = NodeDevice(0, tmp_path, asynchronous={"offline_windows": 5}).node
+    answer = NodeAnswer(message_id="m", head_json='{"round": 5, "steps": []}')
+    chosen = plan(5, **{"is_masked": False, "max_windows": 5, **changes})
+    assert node.may_go_on(chosen.model_dump_json(exclude_none=True), answer) == may

@@ -51,6 +51,12 @@ def test_a_sum_of_fifty_windows_has_the_counts_of_all_of_them() -> None:
     assert total.summed_weight == 50 * 2 * 4
 
 
+def test_examples_that_joined_before_the_first_window_stay_counted() -> None:
+    first = window(8).model_copy(update={"num_joined": 3, "num_left": 1})
+    total = merged(merged(first, window(8)), window(8))
+    assert (total.num_joined, total.num_left) == (3, 1)
+
+
 def test_the_place_before_the_first_window_stays_until_the_sum_is_counted() -> None:
     kept = OfflineSum(plan=PLAN, report=window(8), sampler=place(10))
     assert kept.next_sampler == SamplerState(place=SamplerPosition(offset=10))
