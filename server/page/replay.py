@@ -22,6 +22,7 @@ from headwater.server.page.round_points import (
     part_point,
     parts_of,
     point_of,
+    ring_of,
     task_label,
 )
 
@@ -52,7 +53,7 @@ class FinishedRun:
                 f"{folder} holds no rounds", remedy="name the folder of a run, its --out"
             )
         tiles_of.note_left_out(self._tiles, last.get("left_out") or {})
-        self._round = last["round"]
+        self._round, self._ring = last["round"], ring_of(last)
         self.about = _about(folder, last)
 
     def watched(self, is_watched: bool) -> None:
@@ -67,6 +68,7 @@ class FinishedRun:
             "answered": 0,
             "invited": 0,
             "note": "",
+            "ring": self._ring,
             "num_devices": len(self._tiles),
             "has_ended": True,
         }

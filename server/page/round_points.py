@@ -75,6 +75,14 @@ def label(name: str) -> str:
     return printable_name(name)[:MAX_NAME_CHARACTERS]
 
 
+def ring_of(row: Row) -> dict[str, Any] | None:
+    """Return what the server saw of a masked round, in its ring; None of a plain round."""
+    masked, opened = field_of(row, "ring_masked"), field_of(row, "ring_opened")
+    if not masked or not opened:
+        return None
+    return {"round": field_of(row, "round"), "masked": [*masked], "opened": [*opened]}
+
+
 def task_label(task: str | None) -> str:
     """Return a task's name without the folders before it."""
     return label((task or "headwater").rpartition("/")[2])

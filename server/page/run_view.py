@@ -29,6 +29,7 @@ from headwater.server.page.round_points import (
     part_point,
     parts_of,
     point_of,
+    ring_of,
     task_label,
 )
 from headwater.server.rounds.observer import Observer
@@ -69,6 +70,7 @@ class RunView(Observer):
         self._round = 0
         self._phase, self._since = WAITING, time.monotonic()
         self._note = ""
+        self._ring: dict[str, Any] | None = None
         self._has_ended = False
         # Of the page's thread.
         self._tiles: dict[str, Tile] = {}
@@ -114,7 +116,7 @@ class RunView(Observer):
     def on_round(self, row: RoundRow) -> None:
         point = point_of(row)
         with self._lock:
-            self._round, self._note = row.round, ""
+            self._round, self._note, self._ring = row.round, "", ring_of(row)
             self.history.add(point)
             self._rows.append(row)
             self._num_kept += row.num_clients
@@ -149,6 +151,7 @@ class RunView(Observer):
             "answered": answered,
             "invited": invited,
             "note": self._note[:300],
+            "ring": self._ring,
             "num_devices": len(self._tiles),
             "has_ended": self._has_ended,
         }

@@ -22,6 +22,7 @@ from headwater.server.secagg.encoding_state import EncodingState, decode_sum
 from headwater.server.secagg.group_sums import sum_groups
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
+from headwater.server.secagg.ring_histogram import ring_histogram
 from headwater.server.secagg.session import ReadyCohort, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
 from headwater.server.secagg.unmask_phase import UnmaskedSum
@@ -44,6 +45,9 @@ class MaskedRounds:
     """Whether the sums of the last round told more about which client masks false numbers."""
     publish: Callable[[], None] = lambda: None
     """Called when a session's number is stored, before it is used."""
+    seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """What the server saw of the last session: the histograms of one member's masked vector, and of
+    the opened sum."""
     _encoding: EncodingState = field(default_factory=EncodingState)
     _suspicion: group_testing.Suspicion = field(default_factory=group_testing.Suspicion)
     _sessions: SessionNumbers | None = None
@@ -109,6 +113,7 @@ class MaskedRounds:
                 leave_out=exclude,
             )
             note_unmasked(unmasked)
+            self.seen = unmasked.first_seen, ring_histogram(unmasked.vector_P)
             return unmasked
 
         sums = sum_groups(cohort, groups, run_session=run_session, refuse=opened.refuse)

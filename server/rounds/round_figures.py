@@ -31,6 +31,7 @@ def row_of_round(
 ) -> RoundRow:
     """Return the row of a committed round; ``seconds_split`` are the seconds of its parts."""
     noise, ready, spent = step.noise, opened.ready, training.privacy
+    seen = training.masked.seen if ready else None
     seconds = [max(part.seconds) for part in opened.columns]
     seconds += [one.seconds or 0.0 for one in ready.values()]
     total_seconds = sum(seconds_split.values())
@@ -63,6 +64,8 @@ def row_of_round(
         heterogeneity=None if noise is None else noise.heterogeneity,
         measured_share=None if noise is None else noise.measured_share,
         num_clipped=done.num_clipped,
+        ring_masked=None if seen is None else seen[0],
+        ring_opened=None if seen is None else seen[1],
         num_bounded=planned.num_bounded,
         num_outliers=len(opened.outliers),
         left_out=planned.left_out,

@@ -113,6 +113,10 @@ class RoundRow:
     num_aborted: int = 0
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
     num_clipped: int | None = None
+    # What the server sees of a masked round: how many coordinates of one device's vector, and of
+    # the opened sum, lie in each 32nd part of the ring (server/secagg/ring_histogram.py).
+    ring_masked: Sequence[int] | None = None
+    ring_opened: Sequence[int] | None = None
     # Privacy spent so far, and this round's noise; None without differential privacy. With it the
     # loss is NaN, because it is not released, and all counts are those of the plans.
     epsilon: float | None = None

@@ -24,6 +24,7 @@ from headwater.common.secagg.protocol import (
 )
 from headwater.common.secagg.session import SessionView
 from headwater.server.secagg.parameters import SessionSetup, check_enough, check_reply
+from headwater.server.secagg.ring_histogram import ring_histogram
 from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, check_holders
 
 
@@ -67,6 +68,8 @@ class MaskPhase:
                     f"{sender}: {what} of {num_bytes:,} bytes, expected {expected:,}"
                 )
         masked_P = np.frombuffer(vector or b"", total.vector_P.dtype.newbyteorder("<"))
+        if not total.first_seen:
+            total.first_seen.extend(ring_histogram(masked_P))
         np.add(total.vector_P, masked_P, out=total.vector_P)
         np.add(total.scalars, np.frombuffer(head.scalars, "<u8"), out=total.scalars)
         return replace(self, arrived=self.arrived | {sender})

@@ -54,6 +54,8 @@ class MaskedSum:
 
     vector_P: RingVector = field(repr=False)
     scalars: NDArray[np.uint64] = field(repr=False)
+    first_seen: list[int] = field(default_factory=list, repr=False)
+    """The histogram of the first vector that arrived, as the server sees it: masked."""
 
     @staticmethod
     def zeros(parameters: Parameters) -> MaskedSum:
@@ -184,6 +186,7 @@ class UnmaskPhase:
             numbers=decode_scalars(total.scalars, chosen.scalars),
             survived=self.survived,
             dropped=self.dropped,
+            first_seen=tuple(total.first_seen),
         )
 
 
@@ -196,6 +199,8 @@ class UnmaskedSum:
     numbers: Mapping[str, float]
     survived: tuple[str, ...]
     dropped: tuple[str, ...]
+    first_seen: tuple[int, ...] = ()
+    """The histogram of one member's vector as it arrived, masked (``ring_histogram``)."""
 
 
 def _secrets(state: UnmaskPhase, dealers: Sequence[str], *, tag: str) -> dict[str, Secret]:

@@ -5,7 +5,7 @@
 const HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 10, BOTTOM = 24;
 
 class Chart {
-  // form: {title, format, isLog, isStacked, isFromZero, isWhole}
+  // form: {title, format, isLog, isStacked, isFromZero, isWhole, isCount}
   constructor(form) {
     this.form = form;
     this.series = [];
@@ -39,7 +39,7 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.setAttribute("aria-label", this.sentence());
     this.legend.replaceChildren(...this.series.map((one) =>
-      make("span", { class: `k${one.colour % 6}` }, make("b", { text: `${one.name} ${this.form.format(last(one.points)[1])}` }))));
+      make("span", { class: `k${one.colour % 6}` }, make("b", { text: this.form.isCount ? one.name : `${one.name} ${this.form.format(last(one.points)[1])}` }))));
     if (!this.series.length) {
       this.svg.replaceChildren(draw("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing yet"));
       return;

@@ -50,6 +50,21 @@ function splitNames(points) {
 const charts = CHARTS.map((form) => ({ form, chart: new Chart(form) }));
 byId("charts").append(...charts.map(({ chart }) => chart.element));
 
+const ring = new Chart({ title: "What the server sees of a masked round", format: percent, isFromZero: true, isCount: true });
+byId("charts").append(ring.element);
+
+function showRing() {
+  const seen = run.status.ring;
+  ring.element.hidden = !seen;
+  if (!seen) return;
+  const shares = (counts) => {
+    const total = counts.reduce((sum, count) => sum + count, 0) || 1;
+    return counts.map((count, at) => [at, count / total]);
+  };
+  ring.show([{ name: "one device's vector", points: shares(seen.masked) }, { name: "the opened sum", points: shares(seen.opened) }],
+    `round ${seen.round}, part of the ring`, whole);
+}
+
 function chosen() {
   const span = Number(byId("span").value), points = run.points;
   byId("scroll-label").hidden = !span || points.length <= span;
@@ -157,6 +172,7 @@ function showAll() {
   showFigures();
   showDiagnosis();
   showCharts();
+  showRing();
 }
 
 for (const id of ["axis", "span", "scroll"]) byId(id).addEventListener("input", showCharts);

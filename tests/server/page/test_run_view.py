@@ -131,3 +131,11 @@ def test_a_hostile_name_is_shortened_and_printable(view: RunView) -> None:
     (tile,) = view.tiles().values()
     assert "\x1b" not in tile["name"]
     assert len(tile["name"]) <= 60
+
+
+def test_a_masked_round_shows_what_the_server_saw(view: RunView) -> None:
+    assert view.status()["ring"] is None
+    view.on_round(row(1, "a", ring_masked=(5, 5), ring_opened=(10, 0)))
+    assert view.status()["ring"] == {"round": 1, "masked": [5, 5], "opened": [10, 0]}
+    view.on_round(row(2, "a"))
+    assert view.status()["ring"] is None

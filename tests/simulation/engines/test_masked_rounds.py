@@ -67,6 +67,10 @@ def test_a_masked_run_equals_the_plain_run_up_to_fixed_point_rounding(
     model that is off already, which a few rounds of a smooth loss do not magnify tenfold.
     """
     plain, masked = run(tmp_path / "plain"), run(tmp_path / mode, secure={"aggregation": mode})
+    for row in masked:  # what the server saw: noise, and a sum around zero
+        total = sum(row["ring_masked"])
+        assert max(row["ring_masked"]) < 2 * total / len(row["ring_masked"])
+        assert row["ring_opened"][0] + row["ring_opened"][-1] == total
     error = DEVICES * 2.0**8 * 2.0**-31
     rounding = 2.0**-23  # of float32, in a step of a parameter below 1
     bound = 10 * len(plain) * 0.5 * (error + rounding)
