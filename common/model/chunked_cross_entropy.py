@@ -16,6 +16,7 @@ chunk, B examples of a vmap.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,7 +27,15 @@ from headwater.common.model.bfloat16_weights import plain
 from headwater.common.model.vocabulary_head import HeadOptions, VocabularyHead
 
 CHUNK_BYTES = 16 << 20
-_adds_in_place = False
+
+
+class _Promise(threading.local):
+    """Whether the backward passes of this thread add in place; on a CPU they run in it."""
+
+    is_made = False
+
+
+_promise = _Promise()
 
 
 def chunked_cross_entropy(
@@ -84,12 +93,10 @@ class adding_in_place:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        global _adds_in_place
-        self._before, _adds_in_place = _adds_in_place, True
+        self._before, _promise.is_made = _promise.is_made, True
 
     def __exit__(self, *_: object) -> None:
-        global _adds_in_place
-        _adds_in_place = self._before
+        _promise.is_made = self._before
 
 
 def grad_to_add_to(weight: Tensor) -> Tensor | None:
@@ -98,7 +105,7 @@ def grad_to_add_to(weight: Tensor) -> Tensor | None:
     None outside of ``adding_in_place``, and where a hook must see or change the gradient.
     """
     has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.grad if _adds_in_place and weight.is_leaf and not has_hooks else None
+    return weight.grad if _promise.is_made and weight.is_leaf and not has_hooks else None
 
 
 def _check(

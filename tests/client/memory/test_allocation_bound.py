@@ -104,12 +104,14 @@ def product():
 with bounded(resident_bytes() + (1 << 30)):
     pass  # prepares what the first bound prepares
 multiplied, ended = threading.Event(), threading.Event()
-threading.Thread(target=product, daemon=True).start()
+thread = threading.Thread(target=product)
+thread.start()
 multiplied.wait()
 before = status_bytes("VmData")
 with bounded(resident_bytes() + (1 << 30)):
     print(before - status_bytes("VmData"))
 ended.set()
+thread.join()
 """
 
 

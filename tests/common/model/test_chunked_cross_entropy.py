@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -163,6 +164,34 @@ def test_a_hook_on_the_weight_changes_its_gradient_in_place_too() -> None:
     with adding_in_place():
         chunked(hidden, leaf, bias, targets).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(leaf.grad, expected * 0.5)
+
+
+def test_a_promise_of_adding_in_place_is_the_threads_own() -> None:
+    """Two threads that train: each begins and ends its promise while the other's holds."""
+    entered, left = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with adding_in_place():
+            entered.set()
+            left.wait()
+
+    hidden, weight = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    weight.grad = torch.zeros(3, 2)
+
+    def weight_gradient() -> Tensor:
+        loss = chunked_cross_entropy(hidden, weight, torch.tensor([1]), reduction="sum")
+        return torch.autograd.grad(loss, [weight])[0]
+
+    expected = weight_gradient()
+    other = threading.Thread(target=train)
+    other.start()
+    entered.wait()
+    assert torch.equal(weight_gradient(), expected)
+    with adding_in_place():
+        left.set()
+        other.join()
+    assert torch.equal(weight_gradient(), expected)
+    assert not weight.grad.any()
 
 
 def test_a_promise_of_adding_in_place_ends_with_its_block() -> None:
