@@ -176,6 +176,7 @@ class GridFleet:
         self._dispatched |= {
             message.metadata.message_id: names[message.metadata.dst_node_id] for message in messages
         }
+        self._note_busy()
         num_values = image.layout.num_parameters
 
         def read(name: str, content: RecordDict) -> Update:

@@ -1,4 +1,4 @@
-"""The fleet of asynchronous rounds: a model is copied once for a step, before plans carry it."""
+"""The fleet of asynchronous rounds: one copy of a step's model, and clients that are at work."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ def test_clients_that_join_while_a_buffer_fills_share_one_copy_of_its_model() ->
     first, second, third = wire.models()
     assert first.obj is second.obj
     assert (bytes(first) == bytes(third), bytes(third)) == (False, bytes(image.buffer()))
+
+
+def test_a_client_that_loses_its_link_before_any_answer_is_not_asked_again() -> None:
+    wire, image = Answering(1, 2), ModelImage(nn.Linear(2, 1))
+    fleet = GridFleet(wire)
+    fleet.describe(REQUEST, min_clients=2)
+    chosen = Plan(round=1, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
+    fleet.dispatch({"d1": chosen}, image, round_number=1)
+    wire.nodes = [2, 3]
+    clients = fleet.describe(REQUEST, min_clients=0)
+    assert (set(clients.reports), clients.disconnected) == ({"d1", "d2", "d3"}, [])
