@@ -10,20 +10,46 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from headwater.common.errors import SettingsError
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.server.operations import orders, run_lock, sqlite_history
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
+from headwater.server.operations.run_lock import RunLock
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
 from headwater.server.standby.state_store import StateStore
 from headwater.server.standby.term_record import TermRecord
 
 # What belongs to one server: its lock, its operator's order, its history, and drawings that can be
 # made again. The history's names go on, as in history.sqlite-wal.
-OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, REPORT, ROUNDS)
+OWNER = "shared-state"
+"""The file that names the shared state of which a folder is a copy."""
+OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, REPORT, ROUNDS, OWNER)
 PART = ".part"
 MAX_PIECES = 64
 
 _Stamp = tuple[int, int, int]
+
+
+def claim(folder: Path, spec: str, *, is_new: bool) -> None:
+    """Note in a server's folder which shared state it is a copy of.
+
+    ``download`` removes every file there that is not the run's. So unless ``is_new``, the folder
+    must be empty, or noted earlier. ``spec`` is the server's --shared-state.
+
+    Raises:
+        SettingsError: the folder has other files.
+        OSError: it cannot be read or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / OWNER
+    is_copy = note.exists() and note.read_text(encoding="utf-8") == spec
+    others = sorted(path.name for path in folder.iterdir())
+    if others and not (is_new or is_copy):
+        raise SettingsError(
+            f"{folder} would be replaced by the run in {spec}, and it holds {others[0]}",
+            remedy="choose a new or empty folder as this server's --out",
+        )
+    note.write_text(spec, encoding="utf-8")
 
 
 class SharedFiles:
@@ -59,9 +85,17 @@ class SharedFiles:
         """Make the folder's state that of the record.
 
         Raises:
+            SettingsError: another server runs in the folder.
             OSError: a file cannot be read or written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(self._folder)
+        try:
+            self._download(record)
+        finally:
+            lock.release()
+
+    def _download(self, record: TermRecord) -> None:
         for path in self._paths():
             if path.relative_to(self._folder).as_posix() not in record.files:
                 path.unlink()

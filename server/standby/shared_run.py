@@ -23,7 +23,7 @@ from headwater.common.task import load_task
 from headwater.common.wording import counted
 from headwater.server.rounds import checkpoint
 from headwater.server.standby.lease import Lease
-from headwater.server.standby.shared_files import SharedFiles
+from headwater.server.standby.shared_files import SharedFiles, claim
 from headwater.server.standby.state_store import StateStore, open_store
 from headwater.server.standby.term_record import NAME, Stands, TermRecord, may_take_over
 
@@ -150,8 +150,9 @@ def open_run(
     an error before it has to.
 
     Raises:
-        SettingsError: --shared-state or --out is missing; another server serves the run and this
-            one is no standby; or the shared state holds a run that should not be continued.
+        SettingsError: --shared-state or --out is missing; --out has files that are not this run's;
+            another server serves the run and this one is no standby; or the shared state holds a
+            run that should not be continued.
         CheckpointCorrupt: the shared state's record cannot be read.
         StateError: the shared state cannot be reached.
     """
@@ -192,6 +193,7 @@ def _begin(settings: Settings, store: StateStore, folder: Path, *, resume: bool)
             remedy="continue it with --resume, follow it with --standby, or choose another "
             "--shared-state",
         )
+    claim(folder, str(settings.standby.shared_state), is_new=not record.holds_run)
     if record.stands == "serving":
         log.warning(
             "%s served the run last and did not end it: waiting %g s to see whether it does",
@@ -219,6 +221,7 @@ def _await_turn(
     settings: Settings, store: StateStore, folder: Path, try_out: Callable[[], None]
 ) -> SharedRun | None:
     """Follow the record until its holder has ended, or has let its term lapse."""
+    claim(folder, str(settings.standby.shared_state), is_new=False)
     seen: Look | None = None
     since, is_tried, said = time.monotonic(), False, ""
     while True:

@@ -147,7 +147,7 @@ LEFT_BY_A_RUN = {
     "settings.toml",
     "tensorboard",
 }
-MAY_BE_LEFT = {"order.json"}
+MAY_BE_LEFT = {"order.json", "shared-state"}
 
 
 def check_folders(out: Path, state: Path, spool: Path, names: Sequence[str]) -> None:

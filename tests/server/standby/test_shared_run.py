@@ -10,6 +10,7 @@ import pytest
 
 from headwater.common.errors import Diverged, SettingsError, StateError, TermEnded
 from headwater.common.settings.schema import Settings
+from headwater.server.operations.run_lock import RunLock
 from headwater.server.rounds.run_folder import write_settings
 from headwater.server.standby.shared_folder import SharedFolder
 from headwater.server.standby.shared_run import SharedRun, open_run
@@ -39,7 +40,6 @@ def begun(tmp_path: Path, *, term_seconds: float = SECONDS) -> SharedRun:
     assert shared is not None
     assert not shared.holds_run
     assert chosen.out is not None
-    chosen.out.mkdir()
     write_settings(chosen.out, chosen)
     shared.publish()
     return shared
@@ -139,4 +139,29 @@ def test_what_would_keep_a_standby_from_taking_over_is_an_error_at_once(tmp_path
     exposed = settings(tmp_path, "b", server={"listen": "192.0.2.1:8500"})
     with pytest.raises(SettingsError, match="not a loopback address"):
         opened(exposed, is_standby=True)
+    end(first)
+
+
+@pytest.mark.parametrize("is_standby", [True, False], ids=["standby", "resumed"])
+def test_a_folder_with_other_files_is_no_copy_of_the_run_and_keeps_them(
+    is_standby: bool, tmp_path: Path
+) -> None:
+    end(begun(tmp_path))
+    thesis = tmp_path / "b" / "thesis" / "chapter.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("the only copy")
+    with pytest.raises(SettingsError, match=r"would be replaced .* it holds thesis"):
+        opened(settings(tmp_path, "b"), is_standby=is_standby, resume=not is_standby)
+    assert thesis.read_text() == "the only copy"
+
+
+def test_a_standby_does_not_take_the_folder_of_the_server_that_serves(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    serving = RunLock(tmp_path / "a")
+    stray = tmp_path / "a" / "model.safetensors"
+    stray.write_text("written since the last round")
+    with pytest.raises(SettingsError, match="another server runs in"):
+        opened(settings(tmp_path), is_standby=True)
+    assert stray.exists()
+    serving.release()
     end(first)
