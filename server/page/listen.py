@@ -72,9 +72,11 @@ def serving(
     listener = _listener(host, port, address)
     shown_host = f"[{host}]" if ":" in host else host
     link = f"http{'' if credentials is None else 's'}://{shown_host}:{listener.getsockname()[1]}/"
-    with listener, tempfile.TemporaryDirectory(prefix="headwater-page-") as folder:
-        files = {} if credentials is None else _tls_files(credentials, Path(folder))
-        thread = _WebThread(app, listener, files, hub)
+    with listener:
+        # The files are read at once: a kill must not leave the key behind.
+        with tempfile.TemporaryDirectory(prefix="headwater-page-") as folder:
+            files = {} if credentials is None else _tls_files(credentials, Path(folder))
+            thread = _WebThread(app, listener, files, hub)
         thread.start()
         try:
             yield link

@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
@@ -29,6 +28,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headwater.common.transport.tls import is_loopback
 from headwater.server.page.hub import MAX_LISTENERS, Hub, Shown
 
 STATIC = Path(__file__).parent / "static"
@@ -42,7 +42,6 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-LOOPBACK_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
 
 
 def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
@@ -81,10 +80,6 @@ def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
         Route("/state", everything),
     ]
     middleware = [Middleware(Guard, token=token), Middleware(GZipMiddleware, minimum_size=1000)]
-    if token is None:
-        # A web site that resolves its own name to 127.0.0.1 must not read the page.
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS, www_redirect=False)
-        middleware.insert(0, hosts)
     return Starlette(routes=routes, middleware=middleware)
 
 
@@ -95,7 +90,7 @@ async def _events(hub: Hub) -> AsyncIterator[str]:
 
 
 class Guard:
-    """Adds the headers to every answer, and refuses requests without the token."""
+    """Adds the headers to every answer; refuses requests without the token, or to another host."""
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
         self._app = app
@@ -107,17 +102,26 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        if scope["type"] == "http" and not self._is_allowed(Request(scope)):
-            refused = PlainTextResponse(
-                "this page needs the link with its token, which the server printed\n",
-                HTTPStatus.FORBIDDEN,
-            )
-            await refused(scope, receive, send_with_headers)
-            return
-        await self._app(scope, receive, send_with_headers)
+        refused = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (refused or self._app)(scope, receive, send_with_headers)
 
-    def _is_allowed(self, request: Request) -> bool:
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that is not allowed; None if it is."""
         if self._token is None:
-            return True
+            # A web site that resolves its own name to 127.0.0.1 must not read the page.
+            if is_loopback(_host_of(request)):
+                return None
+            return PlainTextResponse("open this page by its own address\n", HTTPStatus.BAD_REQUEST)
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
-        return secrets.compare_digest(given.encode(), self._token.encode())
+        if secrets.compare_digest(given.encode(), self._token.encode()):
+            return None
+        return PlainTextResponse(
+            "this page needs the link with its token, which the server printed\n",
+            HTTPStatus.FORBIDDEN,
+        )
+
+
+def _host_of(request: Request) -> str:
+    """Return the host that a request names, without its port; an IPv6 address has brackets."""
+    host = request.headers.get("host", "")
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

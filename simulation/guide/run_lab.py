@@ -62,6 +62,7 @@ class RunLab:
             try:
                 settings = with_fleet(load(None, given | fixed))
             except HeadwaterError as error:
+                Path(fleet.name).unlink()
                 self.view, self.fault = None, f"{error.code}: {error}; {error.remedy or ''}"
                 return
             self.fault, self.view = "", RunView(settings)

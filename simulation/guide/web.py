@@ -15,7 +15,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -92,6 +91,8 @@ def pace(given: Numbers) -> dict[str, Any]:
     )
 
 
+FOREIGN = PlainTextResponse("only the guide's own page may compute\n", HTTPStatus.FORBIDDEN)
+
 LABS: dict[str, Lab] = {
     "sums": sums,
     "memory": memory,
@@ -115,6 +116,8 @@ def guide_app(run: RunLab) -> ASGIApp:
         return FileResponse(path)
 
     async def lab(request: Request) -> Response:
+        if not _is_own(request):
+            return FOREIGN
         chosen = LABS.get(request.path_params["name"])
         if chosen is None:
             return PlainTextResponse("there is no such computation\n", HTTPStatus.NOT_FOUND)
@@ -126,6 +129,8 @@ def guide_app(run: RunLab) -> ASGIApp:
         return JSONResponse(await asyncio.to_thread(compute))
 
     async def start(request: Request) -> Response:
+        if not _is_own(request):
+            return FOREIGN
         given = Numbers(request)
         settings: dict[str, Any] = {
             "simulation.clients": given.whole("devices", 3, 60),
@@ -153,7 +158,11 @@ def guide_app(run: RunLab) -> ASGIApp:
         Route("/run/start", start),
         Route("/run/state", state),
     ]
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=page.LOOPBACK_HOSTS, www_redirect=False)
     guard = Middleware(page.Guard, token=None)
     zipped = Middleware(GZipMiddleware, minimum_size=1000)
-    return Starlette(routes=routes, middleware=[hosts, guard, zipped])
+    return Starlette(routes=routes, middleware=[guard, zipped])
+
+
+def _is_own(request: Request) -> bool:
+    """Return whether no page of another site made the browser send a request."""
+    return request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import httpx
 import pytest
 
 from headwater.common.errors import InsecureAddress, SettingsError
+from headwater.server.enrolment.authority import make_authority
 from headwater.server.page.hub import Hub
-from headwater.server.page.listen import check_page_address
+from headwater.server.page.listen import check_page_address, serving
 from headwater.server.page.replay import FinishedRun
 from headwater.server.page.web import FILES, page_app
+from tests.certificates import credentials_of
 from tests.round_rows import row
 from tests.server.page.test_replay import write
 
@@ -102,7 +106,8 @@ def test_the_link_with_the_token_opens_the_page_and_hides_the_token(run: Finishe
 
 def test_on_loopback_another_sites_name_is_refused(run: FinishedRun) -> None:
     assert client_of(run, url="http://evil.example").get("/state").status_code == 400
-    assert client_of(run, url="http://127.0.0.1:8600").get("/state").status_code == 200
+    for host in ("127.0.0.1:8600", "localhost", "[::1]:8600", "127.0.0.2:8600"):
+        assert client_of(run, url=f"http://{host}").get("/state").status_code == 200
 
 
 def test_beyond_loopback_the_page_needs_certificates() -> None:
@@ -112,3 +117,18 @@ def test_beyond_loopback_the_page_needs_certificates() -> None:
         check_page_address("0.0.0.0:8600", has_tls=False)
     with pytest.raises(SettingsError):
         check_page_address("8600", has_tls=True)
+
+
+@pytest.mark.slow
+def test_while_it_serves_no_copy_of_the_key_is_on_the_disk(
+    run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scratch = tmp_path / "certs", tmp_path / "scratch"
+    make_authority(folder, hosts=["127.0.0.1"])
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    app = page_app(run, Hub(run), token=None)
+    with serving(app, "127.0.0.1:0", credentials_of(folder, "server")) as link:
+        own = ssl.create_default_context(cafile=folder / "ca.pem")
+        assert httpx.get(link, verify=own).status_code == 200
+        assert not [*scratch.iterdir()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,11 +25,18 @@ def lab() -> Iterator[RunLab]:
     made.stop()
 
 
-def get(lab: RunLab, path: str, url: str = "http://localhost", **numbers: object) -> httpx.Response:
+def get(
+    lab: RunLab,
+    path: str,
+    url: str = "http://localhost",
+    headers: dict[str, str] | None = None,
+    **numbers: object,
+) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=guide_app(lab))
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
-            return await client.get(path, params={k: str(v) for k, v in numbers.items()})
+            params = {k: str(v) for k, v in numbers.items()}
+            return await client.get(path, params=params, headers=headers)
 
     return asyncio.run(send())
 
@@ -55,6 +64,24 @@ def test_it_serves_its_files_to_loopback_alone(lab: RunLab) -> None:
     assert "script-src 'self'" in get(lab, "/").headers["content-security-policy"]
     with pytest.raises(InsecureAddress, match="guide"), open_guide("0.0.0.0:0"):
         pass
+
+
+def test_a_page_of_another_site_cannot_make_it_compute(lab: RunLab) -> None:
+    for site in ("cross-site", "same-site"):
+        for path in ("/lab/memory", "/run/start"):
+            answer = get(lab, path, headers={"sec-fetch-site": site})
+            assert answer.status_code == 403
+    assert lab.view is None
+    assert get(lab, "/lab/memory", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+
+
+def test_settings_that_do_not_go_together_leave_no_file(
+    lab: RunLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lab.start({"simulation.clients": 4, "plan.micro_batch_size": -1}, spread=2)
+    assert lab.fault
+    assert not [*tmp_path.iterdir()]
 
 
 def wait_for(lab: RunLab, rounds: int) -> dict[str, Any]:
