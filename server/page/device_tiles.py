@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReportFields, Vitals
-from headwater.server.page.round_points import Point, label
+from headwater.server.page.round_points import Point, finite, label
 
 Tile = dict[str, Any]
 MAX_WHY_CHARACTERS = 300
@@ -56,7 +56,7 @@ def note_report(tile: Tile, report: ReportFields) -> None:
         state=DONE,
         done=report.num_steps,
         seconds=report.seconds,
-        speed=report.num_examples / report.seconds if report.seconds else None,
+        speed=_speed(report.num_examples, report.seconds),
     )
     note_vitals(tile, report.vitals)
 
@@ -69,7 +69,7 @@ def note_part(tile: Tile, part: Point) -> None:
         size=part["size"],
         round=part["round"],
         seconds=seconds,
-        speed=examples / seconds if seconds and examples else None,
+        speed=_speed(examples, seconds),
         memory=part["memory"] or tile["memory"],
         done=part["k"],
     )
@@ -99,3 +99,9 @@ def note_left_out(tiles: Mapping[str, Tile], reasons: Mapping[str, str]) -> None
     for name, why in reasons.items():
         if name in tiles:
             tiles[name].update(state=LEFT_OUT, why=why[:MAX_WHY_CHARACTERS])
+
+
+def _speed(examples: int | None, seconds: float | None) -> float | None:
+    """Return examples per second; None for a device that claims next to no time."""
+    speed: float | None = finite(examples / seconds) if examples and seconds else None
+    return speed

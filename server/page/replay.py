@@ -25,6 +25,7 @@ from headwater.server.page.round_points import (
     ring_of,
     task_label,
 )
+from headwater.server.succession.log_limits import older_file
 
 
 class FinishedRun:
@@ -90,11 +91,11 @@ class FinishedRun:
         return self.history.points(), self.history.num_added
 
     def _note(self, found: Point, name: str) -> None:
-        self._devices[name].append(found)
         tile = self._tiles.get(name)
         if tile is None and len(self._tiles) < MAX_TILES:
             tile = self._tiles[name] = new_tile(name)
         if tile is not None:
+            self._devices[name].append(found)
             tiles_of.note_part(tile, found)
             tile.update(state=tiles_of.DONE, why=found["plan"] or "")
 
@@ -102,11 +103,19 @@ class FinishedRun:
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a folder's rounds.jsonl; a last line that a crash cut off is left out.
 
+    Of a long run without a last round those of the file before it come first.
+
     Raises:
         SettingsError: there is no such file.
         StateError: it cannot be read.
     """
     path = folder / ROUNDS
+    if older_file(path).exists():
+        yield from _lines(older_file(path))
+    yield from _lines(path)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -116,7 +125,7 @@ def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
                     return
     except FileNotFoundError:
         raise SettingsError(
-            f"{folder} holds no {ROUNDS}", remedy="name the folder of a run, its --out"
+            f"{path.parent} holds no {path.name}", remedy="name the folder of a run, its --out"
         ) from None
     except OSError as error:
         raise StateError(f"cannot read {path}: {error.strerror}") from error

@@ -193,8 +193,10 @@ class RunView(Observer):
             for part in parts_of(row):
                 found = part_point(part, round_number=row.round)
                 name = str(field_of(part, "name"))
+                if (tile := self._tile(name)) is None:
+                    continue
                 self._devices[name].append(found)
-                if is_last and (tile := self._tile(name)) is not None:
+                if is_last:
                     tiles_of.note_part(tile, found)
             if is_last:
                 tiles_of.note_left_out(self._tiles, row.left_out)

@@ -10,6 +10,7 @@ import pytest
 from headwater.common.errors import SettingsError
 from headwater.server.operations.round_log import ROUNDS, row_to_dict
 from headwater.server.page.replay import FinishedRun
+from headwater.server.succession.log_limits import older_file
 from tests.round_rows import masked, row
 
 
@@ -52,3 +53,12 @@ def test_a_folder_without_rounds_is_refused(has_file: bool, tmp_path: Path) -> N
         (tmp_path / ROUNDS).write_text("")
     with pytest.raises(SettingsError, match="holds no"):
         FinishedRun(tmp_path)
+
+
+def test_the_rows_before_a_full_file_are_in_it_too(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", row(1, "a"), row(2, "a"))
+    (folder / ROUNDS).replace(older_file(folder / ROUNDS))
+    write(folder, row(3, "a"))
+    run = FinishedRun(folder)
+    assert [point["round"] for point in run.all_points()[0]] == [1, 2, 3]
+    assert len(run.device("a")) == 3

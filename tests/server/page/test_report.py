@@ -10,7 +10,7 @@ import pytest
 
 from headwater.server.operations.round_log import REPORT
 from headwater.server.page import report
-from tests.round_rows import row
+from tests.round_rows import client, row
 from tests.server.page.test_replay import write
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -39,6 +39,14 @@ def test_a_hostile_name_stays_a_text(tmp_path: Path) -> None:
     page = (tmp_path / "run" / REPORT).read_text()
     assert HOSTILE not in page
     assert HOSTILE in json.dumps(state_in(page)["points"])
+
+
+def test_a_device_that_claims_no_time_at_all_breaks_no_report(tmp_path: Path) -> None:
+    fast = client("a", seconds=5e-324)  # six examples in it are more a second than a float holds
+    report.write_report(write(tmp_path / "run", row(1, clients=[fast])))
+    devices = state_in((tmp_path / "run" / REPORT).read_text())["devices"]
+    assert isinstance(devices, list)
+    assert devices[0]["speed"] is None
 
 
 def test_a_report_of_many_devices_stays_small(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headwater.common.errors import ConnectionLost, TooFewClients
@@ -9,10 +11,12 @@ from headwater.common.messages import DeviceReport, Plan
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.page import replay, run_view
 from headwater.server.page.run_view import MAX_KEPT_PARTS, RunView
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.transport.device_records import DeviceRecords
 from tests.round_rows import row
+from tests.server.page.test_replay import write
 
 PLAN = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=4)
 
@@ -139,3 +143,15 @@ def test_a_masked_round_shows_what_the_server_saw(view: RunView) -> None:
     assert view.status()["ring"] == {"round": 1, "masked": [5, 5], "opened": [10, 0]}
     view.on_round(row(2, "a"))
     assert view.status()["ring"] is None
+
+
+def test_devices_beyond_those_shown_take_no_memory(
+    view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "MAX_TILES", 1)
+    monkeypatch.setattr(replay, "MAX_TILES", 1)
+    view.on_round(row(1, "a", "b"))
+    view.tiles()
+    finished = replay.FinishedRun(write(tmp_path / "run", row(1, "a", "b")))
+    for shown in (view, finished):
+        assert [len(shown.device(name)) for name in ("a", "b")] == [1, 0]
