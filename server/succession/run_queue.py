@@ -111,7 +111,7 @@ def take_next(folder: Path, *, default_out: Path) -> Path | None:
     if not waiting:
         return None
     first = waiting[0]
-    out = _free_folder((first.settings.out or default_out).absolute())
+    out = _free_folder((first.settings.out or default_out).absolute(), other_than=folder)
     settings = first.settings.model_copy(update={"out": out})
     pointer = {"out": str(out), "file": first.file.name}
     try:
@@ -202,11 +202,18 @@ def _move_queue(folder: Path, later: Path) -> None:
         file.replace(later / QUEUE / f"{number:06}{file.name[6:]}")
 
 
-def _free_folder(out: Path) -> Path:
-    """Return a folder without a run: ``out``, or with a number behind its name."""
+def _free_folder(out: Path, *, other_than: Path) -> Path:
+    """Return a folder without a run: ``out``, or with a number behind its name.
+
+    The run in ``other_than`` may have no checkpoint yet.
+    """
     names = (out if at == 1 else out.with_name(f"{out.name}-{at}") for at in itertools.count(1))
     return next(
-        path for path in names if not (path / CHECKPOINT).exists() and not (path / POINTER).exists()
+        path
+        for path in names
+        if path != other_than.absolute()
+        and not (path / CHECKPOINT).exists()
+        and not (path / POINTER).exists()
     )
 
 

@@ -72,6 +72,12 @@ def test_an_empty_queue_leaves_the_run_open(first: Path) -> None:
     assert last_run(first) == first
 
 
+def test_a_run_before_its_first_round_is_not_its_own_successor(first: Path) -> None:
+    submit(first, run(1, out=first), is_next=True)
+    out = take_next(first, default_out=first.with_name("second"))
+    assert out == last_run(first) == first.with_name("first-2")
+
+
 def test_a_run_is_submitted_behind_the_last_one_that_has_followed(first: Path) -> None:
     submit(first, run(1), is_next=False)
     second = take_next(first, default_out=first.with_name("second"))
