@@ -179,7 +179,8 @@ class Node:
         most = min(self._settings.asynchronous.offline_windows, plan.get("max_windows", 1))
         # The sum of an earlier plan that answers this one is delivered as it is, and a compressed
         # update is no vector that windows can be added to.
-        is_own = report.get("round") == plan["round"] and plan.get("compression") is None
+        is_own = "round" in plan and report.get("round") == plan["round"]
+        is_own = is_own and plan.get("compression") is None
         return is_own and "steps" in report and report.get("num_windows", 1) < most
 
     def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:

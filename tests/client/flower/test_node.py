@@ -319,3 +319,9 @@ def test_a_device_adds_windows_only_to_a_whole_update_of_its_own_plan(
     answer = NodeAnswer(message_id="m", head_json='{"round": 5, "steps": []}')
     chosen = plan(5, **{"is_masked": False, "max_windows": 5, **changes})
     assert node.may_go_on(chosen.model_dump_json(exclude_none=True), answer) == may
+
+
+def test_a_device_that_loses_its_link_in_a_secure_phase_adds_no_window(tmp_path: Path) -> None:
+    node = NodeDevice(0, tmp_path, asynchronous={"offline_windows": 5}).node
+    answer = NodeAnswer(message_id="m", head_json='{"name": "0", "scalars": ""}')
+    assert not node.may_go_on('{"members": ["0", "1", "2"]}', answer)
