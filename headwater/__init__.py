@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ _MODULES = {
     "take_part": "headwater.client.api",
 }
 
+# Flower's modules import each other in circles, which two threads must not begin at once.
+_IMPORTING = RLock()
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "common").is_dir():
     # A Flower bundle, or a checkout on a file system without symbolic links: the rooms are beside.
@@ -66,4 +69,5 @@ if not TYPE_CHECKING:  # for a type checker, every other name would exist and be
         """Return a public name from its module (PEP 562)."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name]), name)
+        with _IMPORTING:
+            return getattr(import_module(_MODULES[name]), name)

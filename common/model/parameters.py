@@ -12,6 +12,7 @@ The layout's digest covers them, as both sides must leave out the same ones.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -34,6 +35,8 @@ from headwater.common.user_code import running
 # While a model moves into its image, the memory that it leaves is released after so many bytes.
 RELEASED_BYTES = 16 << 20
 
+# torch's generator is the whole process's: a server and clients may begin in threads of one.
+_BUILDING = threading.RLock()
 Build = Callable[[Callable[[], nn.Module]], nn.Module]
 """Calls a function that builds a model, and returns the model."""
 
@@ -204,8 +207,8 @@ def build_model(
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
         TaskFailed: ``new_model`` raised an exception.
     """
-    torch.manual_seed(seed)
-    with running("new_model"):
+    with _BUILDING, running("new_model"):
+        torch.manual_seed(seed)
         model = task.new_model() if within is None else within(task.new_model)
     replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
     if frozen_dtype is not None:

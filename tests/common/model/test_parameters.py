@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -281,3 +282,16 @@ def test_the_seed_alone_determines_the_initial_model() -> None:
     one, again, other = (build_model(TwoLayers(), seed=s).values_P for s in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+def test_threads_that_build_at_once_build_the_same_model() -> None:
+    """As a server and its clients in one process do."""
+    task = TwoLayers()
+
+    def weights(seed: int) -> list[float]:
+        return build_model(task, seed=seed).values_P[:8].tolist()
+
+    expected = [weights(seed) for seed in (0, 1)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(weights, [0, 1] * 100))
+    assert found == expected * 100
