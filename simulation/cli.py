@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
 app = new_app("headwater-simulate")
+
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", metavar="N", min=1, help="Runs at a time. [default: the usable cores]"),
+]
+Page = Annotated[
+    str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -76,20 +93,8 @@ def sweep(
             "--seeds", metavar="0,1,2", help="The seeds of each combination. [default: 0,1,2]"
         ),
     ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            metavar="NAME",
-            help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", metavar="N", min=1, help="Runs at a time. [default: the usable cores]"
-        ),
-    ] = None,
+    metric: Metric = None,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -128,9 +133,7 @@ def sweep(
 @app.command(cls=PlainCommand)
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
-    page: Annotated[
-        str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
-    ] = "127.0.0.1:8600",
+    page: Page = "127.0.0.1:8600",
 ) -> None:
     r"""Show a finished run, DIR, in a browser, until Ctrl-C.
 
@@ -138,23 +141,16 @@ def replay(
 
     Try it: headwater-simulate replay runs/DIR
     """
-    import threading
-
-    from headwater.common.system.console import print_text
     from headwater.server.page.listen import page_of
     from headwater.server.page.replay import FinishedRun
 
     with page_of(FinishedRun(folder), page) as link:
-        print_text(f"page at {link}; Ctrl-C ends it")
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        _show_until_stopped(f"page at {link}")
 
 
 @app.command(cls=PlainCommand)
 def guide(
-    page: Annotated[
-        str, typer.Option("--page", metavar="HOST:PORT", help="Where to show it, on loopback.")
-    ] = "127.0.0.1:8601",
+    page: Page = "127.0.0.1:8601",
 ) -> None:
     r"""Open a guide in a browser: accumulation, planner and masks, with sliders.
 
@@ -162,15 +158,10 @@ def guide(
 
     Try it: headwater-simulate guide
     """
-    import threading
-
-    from headwater.common.system.console import print_text
     from headwater.simulation.guide.open_guide import open_guide
 
     with open_guide(page) as link:
-        print_text(f"guide at {link}; Ctrl-C ends it")
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        _show_until_stopped(f"guide at {link}")
 
 
 @app.command(cls=CompareCommand)
@@ -188,14 +179,7 @@ def compare(
     seeds: Annotated[
         str, typer.Option("--seeds", metavar="0,1,2", help="The seeds of each algorithm.")
     ] = "0,1,2",
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            metavar="NAME",
-            help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
-        ),
-    ] = None,
+    metric: Metric = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -204,12 +188,7 @@ def compare(
             help="The value of the metric whose cost counts. [default: nearly the best]",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", metavar="N", min=1, help="Runs at a time. [default: the usable cores]"
-        ),
-    ] = None,
+    jobs: Jobs = None,
     verbose: Verbose = False,
 ) -> None:
     r"""Compare exact steps and local training on your task and fleet.
@@ -239,6 +218,14 @@ def compare(
     )
     if not is_done:
         raise typer.Exit(1)
+
+
+def _show_until_stopped(what: str) -> None:
+    from headwater.common.system.console import print_text
+
+    print_text(f"{what}; Ctrl-C ends it")
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:

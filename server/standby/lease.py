@@ -76,7 +76,7 @@ class Lease:
             raise self._ended
 
     def commit(self, change: Change) -> None:
-        """Replace the record by a changed one; from then on the change counts, whatever happens.
+        """Replace the record by a changed one; once this returns, the change counts in every term.
 
         Raises:
             TermEnded: another server has a later term; nothing has changed.

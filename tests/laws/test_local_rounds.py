@@ -1,4 +1,4 @@
-"""Local training under the planner: every device takes the steps that were asked for, and no fewer.
+"""Local training under the planner: every device takes the steps that the settings name, no fewer.
 
 A round is compared with FedAvg as McMahan et al. 2017 write it (algorithm 1): plain loops of torch
 over the planned examples, and the mean of the devices' models.
