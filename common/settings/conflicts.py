@@ -30,6 +30,7 @@ from headwater.common.settings.training import (
 )
 
 DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
+DEFAULT_ASYNCHRONOUS = AsynchronousSettings()
 
 
 def check_together(
@@ -326,11 +327,15 @@ def _of_asynchronous(
     """Yield what needs a round's updates to be of one model (docs/asynchronous.md)."""
     size = asynchronous.buffer
     if not asynchronous.is_on:
-        if size is not None:
+        given = {
+            "--buffer": size is not None,
+            "--max-staleness": asynchronous.max_staleness != DEFAULT_ASYNCHRONOUS.max_staleness,
+            "--staleness-exponent": asynchronous.exponent != DEFAULT_ASYNCHRONOUS.exponent,
+        }
+        for flag in [flag for flag, is_set in given.items() if is_set]:
             yield SettingsError(
-                "--buffer is the number of updates of an asynchronous step, and rounds are "
-                "synchronous",
-                remedy="leave out --buffer, or add --asynchronous",
+                f"{flag} is for asynchronous rounds, and rounds are synchronous",
+                remedy=f"leave out {flag}, or add --asynchronous",
             )
         return
     if size is not None and size < cohort.min_clients:

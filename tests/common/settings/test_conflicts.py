@@ -98,6 +98,14 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "--privacy-noise-multiplier",
     ),
     "a buffer without asynchronous rounds": ({"asynchronous": {"buffer": 2}}, "--buffer"),
+    "a largest staleness without asynchronous rounds": (
+        {"asynchronous": {"max_staleness": 5}},
+        "--max-staleness is for asynchronous rounds",
+    ),
+    "a staleness exponent without asynchronous rounds": (
+        {"asynchronous": {"exponent": 1.0}},
+        "--staleness-exponent is for asynchronous rounds",
+    ),
     "a buffer below the quorum": (
         {"asynchronous": {"is_on": True, "buffer": 2}, "cohort": {"min_clients": 3}},
         "2 updates",
