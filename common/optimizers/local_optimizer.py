@@ -7,7 +7,8 @@ repeated gives the same update. (DiLoCo's workers, who never leave, keep theirs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -72,7 +73,10 @@ def path_length(terms: LocalTerms, num_steps: int, *, rate: float) -> float:
         SettingsError: the optimizer cannot be made, or cannot step.
     """
     is_plain = terms.optimizer.lower() == "sgd" and not terms.arguments and not terms.proximal
-    return float(num_steps) if is_plain else _path_length(terms.text, num_steps, rate)
+    if is_plain:
+        return float(num_steps)
+    # Up to the next power of two, so that a thousand numbers of steps need few runs.
+    return _path_lengths(terms.text, rate, 1 << max(num_steps - 1, 0).bit_length())[num_steps]
 
 
 @functools.lru_cache(maxsize=16)
@@ -89,15 +93,31 @@ def _state_bytes(text: str) -> float:
     return sum(tensor.nbytes for tensor in tensors) / parameter.numel()
 
 
-@functools.lru_cache(maxsize=1024)
-def _path_length(text: str, num_steps: int, rate: float) -> float:
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    _after_steps(LocalTerms.of_text(text), parameter, num_steps=num_steps, rate=rate)
-    return -parameter.item() / rate
+@functools.lru_cache(maxsize=16)
+def _path_lengths(text: str, rate: float, most_steps: int) -> array[float]:
+    """Return the path's length after each number of steps up to ``most_steps``.
+
+    Devices of unlike speed take a thousand different numbers of steps, and one run of the optimizer
+    gives all lengths.
+    """
+    parameter, lengths = nn.Parameter(torch.zeros(1, dtype=torch.float64)), array("d", [0.0])
+    _after_steps(
+        LocalTerms.of_text(text),
+        parameter,
+        num_steps=most_steps,
+        rate=rate,
+        after_step=lambda: lengths.append(-parameter.item() / rate),
+    )
+    return lengths
 
 
 def _after_steps(
-    terms: LocalTerms, parameter: nn.Parameter, *, num_steps: int, rate: float
+    terms: LocalTerms,
+    parameter: nn.Parameter,
+    *,
+    num_steps: int,
+    rate: float,
+    after_step: Callable[[], None] = lambda: None,
 ) -> torch.optim.Optimizer:
     """Step a parameter that starts at zero along gradients of 1; return the optimizer.
 
@@ -110,6 +130,7 @@ def _after_steps(
             for _ in range(num_steps):
                 parameter.grad = torch.ones_like(parameter) + terms.proximal * parameter.detach()
                 optimizer.step()
+                after_step()
     except Exception as error:
         raise SettingsError(
             f"the local optimizer {terms.optimizer} cannot step: {error}",
