@@ -322,7 +322,7 @@ class UpdateReport(WireMessage):
     seconds: NotNegative
     steps: tuple[Step, ...]
     reason: StopReason
-    local_steps: Natural = Field(1, description="local steps that the update is the sum of")
+    local_steps: Natural = Field(1, description="local steps of all windows in this sum")
     vitals: Vitals = Vitals()
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
     num_windows: Annotated[int, Field(ge=1, le=2**20)] = Field(
@@ -415,6 +415,8 @@ class ReportFields(Protocol):
     def reason(self) -> StopReason: ...
     @property
     def local_steps(self) -> int: ...
+    @property
+    def num_windows(self) -> int: ...
     @property
     def vitals(self) -> Vitals: ...
     @property

@@ -78,6 +78,7 @@ def merged(before: UpdateReport, window: UpdateReport) -> UpdateReport:
             "num_left": before.num_left + window.num_left,
             "seconds": before.seconds + window.seconds,
             "steps": (*before.steps, *window.steps),
+            "local_steps": before.local_steps + window.local_steps,
             "num_windows": before.num_windows + window.num_windows,
         }
     )

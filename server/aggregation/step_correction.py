@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headwater.common.messages import Plan, ReportFields
 from headwater.common.optimizers.local_optimizer import path_length
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.aggregation.round_reports import RoundSum
 
 
@@ -34,7 +35,8 @@ def correct_steps(
 
     The lengths are weighed as the updates are: by their weights, ``times_of`` their plans times. A
     client counts with the steps that it reports, at most those of its plan; one without a report,
-    as in masked and private rounds, with its plan's.
+    as in masked and private rounds, with its plan's. The sum of several windows of a plan, each of
+    which begins at the plan's model, counts with their mean length.
     """
     terms = next(iter(plans.values())).local  # the same in all plans of a round
     if terms is not None and terms.is_normalized:
@@ -52,10 +54,24 @@ def mean_path_length(
     for name in names:
         plan, report = plans[name], reports.get(name)
         assert plan.local is not None
-        steps = plan.local_steps if report is None else min(report.local_steps, plan.local_steps)
-        length = path_length(plan.local, max(steps, 1), rate=plan.local_learning_rate)
+        length = _own_length(plan, plan.local, report)
         own = (plan.weigh_as or plan.quota) if report is None else report.weight
         weight = float(times_of(plan) * own)
         lengths.append(weight * length)
         weights.append(weight)
     return math.fsum(lengths) / math.fsum(weights)
+
+
+def _own_length(plan: Plan, terms: LocalTerms, report: ReportFields | None) -> float:
+    """Return the mean path length of a client's windows, of which there is mostly one."""
+    if report is None:
+        return path_length(terms, plan.local_steps, rate=plan.local_learning_rate)
+    number = report.num_windows
+    steps = min(max(report.local_steps, number), number * plan.local_steps)
+    # So many windows with one step more than the rest make up the sum of all steps.
+    fewest, num_longer = divmod(steps, number)
+    lengths = [
+        path_length(terms, fewest + more, rate=plan.local_learning_rate)
+        for more in range(2 if num_longer else 1)
+    ]
+    return ((number - num_longer) * lengths[0] + num_longer * lengths[-1]) / number

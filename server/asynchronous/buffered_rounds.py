@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headwater.common.errors import HeadwaterError, StaleUpdate
-from headwater.common.messages import Plan, ReadyReport, Update, UpdateReport
+from headwater.common.messages import Plan, ReadyReport, Update
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
 from headwater.server.asynchronous.plans_out import PlansOut
@@ -239,5 +239,5 @@ def _windows_of(opened: OpenRound) -> dict[str, int]:
     return {
         name: report.num_windows
         for name, report in opened.accepted.items()
-        if isinstance(report, UpdateReport) and report.num_windows > 1
+        if report.num_windows > 1
     }

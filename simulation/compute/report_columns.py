@@ -268,6 +268,10 @@ class ReportView:
         return 1
 
     @property
+    def num_windows(self) -> int:
+        return 1  # a simulated device has its link
+
+    @property
     def reason(self) -> StopReason:
         return self._of.planned.reasons[self._at]
 

@@ -51,6 +51,11 @@ def test_a_sum_of_fifty_windows_has_the_counts_of_all_of_them() -> None:
     assert total.summed_weight == 50 * 2 * 4
 
 
+def test_a_sum_of_windows_has_the_local_steps_of_all_of_them() -> None:
+    five, three = (window(8).model_copy(update={"local_steps": number}) for number in (5, 3))
+    assert merged(merged(five, five), three).local_steps == 13
+
+
 def test_examples_that_joined_before_the_first_window_stay_counted() -> None:
     first = window(8).model_copy(update={"num_joined": 3, "num_left": 1})
     total = merged(merged(first, window(8)), window(8))

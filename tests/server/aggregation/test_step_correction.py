@@ -10,6 +10,7 @@ it, and the rounds end where the two moves cancel: at s(10) / (s(2) + s(10)) for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -127,6 +128,14 @@ def test_the_length_of_a_stale_update_s_path_is_discounted_as_the_update_is() ->
     assert mean_path_length(plans, ["few", "many"], {}, times) == (3 * 2 + 10) / 4
 
 
+def test_a_sum_of_several_windows_counts_with_their_mean_path() -> None:
+    plans = plans_of(LocalTerms(is_normalized=True))
+    report = trained(device("many"), plans["many"]).report
+    windows = {"num_windows": 4, "local_steps": 10 + 10 + 10 + 3}
+    report = report.model_copy(update=windows)
+    assert mean_path_length(plans, ["many"], {"many": report}) == (10 + 10 + 10 + 3) / 4
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("number", [1, 3, 10])
 def test_momentum_makes_the_path_longer_by_the_papers_formula(momentum: float, number: int) -> None:
@@ -146,3 +155,21 @@ def test_a_proximal_term_makes_the_path_shorter_by_the_papers_formula() -> None:
 
 def test_adam_s_path_is_its_number_of_steps() -> None:
     assert path_length(LocalTerms(optimizer="adam"), 9, rate=RATE) == pytest.approx(9, rel=1e-6)
+
+
+def test_the_paths_of_a_thousand_numbers_of_steps_take_a_few_runs_of_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_steps = 0
+    step = torch.optim.SGD.step
+
+    def counting(optimizer: torch.optim.SGD) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counting)
+    terms = LocalTerms(arguments={"momentum": 0.25})
+    found = [path_length(terms, number, rate=RATE) for number in range(1, 1_001)]
+    assert all(shorter < longer for shorter, longer in pairwise(found))
+    assert num_steps <= 2 * 1024
