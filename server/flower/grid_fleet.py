@@ -30,6 +30,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.system.bounded_memory import BoundedMemory
 from headwater.common.wording import counted
 from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.registration import Registration, check_name
@@ -42,6 +43,7 @@ Answer = TypeVar("Answer", bound=Update | ReadyReport | EvaluateReport | Reply)
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REPLY_POLL_SECONDS = 0.2
+MODELS_RAM_BYTES = 1 << 30
 REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line of the log
 
 
@@ -65,6 +67,7 @@ class GridFleet:
         self._given_up: deque[Dropout] = deque()
         self._model: tuple[int, Array] | None = None
         """The copy of the model that was dispatched last, and the number of its step."""
+        self._copies = BoundedMemory(MODELS_RAM_BYTES)
 
     @property
     def has_virtual_clock(self) -> bool:
@@ -147,11 +150,17 @@ class GridFleet:
     def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
         """See ``DispatchingFleet``; the model is copied, as steps change it while it is sent.
 
-        It is copied once for a step, however many clients join while its buffer fills.
+        It is copied once for a step, however many clients join while its buffer fills, and the copy
+        is dropped when no plan of the step is out. Old copies that together take more RAM than
+        ``MODELS_RAM_BYTES`` are in files.
+
+        Raises:
+            StateError: the disk has no room for such a file.
         """
         if self._model is None or self._model[0] != round_number:
-            copy = records.flat_array(bytes(image.buffer()), dtype="uint8")
-            self._model = (round_number, copy)
+            self._model = None
+            copy = self._copies.copy(image.buffer()).data if self._own else bytes(image.buffer())
+            self._model = (round_number, records.flat_array(copy, dtype="uint8"))
         array, nodes = self._model[1], self._nodes()
         for left in [name for name in plans if name not in nodes]:
             error = ConnectionLost(f"{left} left before its plan was sent")

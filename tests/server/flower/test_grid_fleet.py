@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import pytest
 from flwr.app import Message
 from torch import nn
 
@@ -11,7 +13,9 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
+from headwater.server.flower import grid_fleet
 from headwater.server.flower.grid_fleet import GridFleet
+from tests.common.system.test_bounded_memory import is_in_file
 from tests.server.flower.test_registration import REQUEST, Wire
 
 
@@ -60,3 +64,22 @@ def test_a_client_that_loses_its_link_before_any_answer_is_not_asked_again() -> 
     wire.nodes = [2, 3]
     clients = fleet.describe(REQUEST, min_clients=0)
     assert (set(clients.reports), clients.disconnected) == ({"d1", "d2", "d3"}, [])
+
+
+def test_the_models_of_many_steps_with_plans_out_take_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond the bound they are in files, and each client still gets the model of its own step."""
+    image = ModelImage(nn.Linear(2, 1))
+    monkeypatch.setattr(grid_fleet, "MODELS_RAM_BYTES", 2 * image.layout.num_bytes)
+    wire = Answering(*range(1, 6))
+    fleet = GridFleet(wire)
+    fleet.describe(REQUEST, min_clients=5)
+    for step in range(1, 6):
+        chosen = Plan(round=step, run_seed=0, model_version=step - 1, quota=1, micro_batch_size=1)
+        image.values_P.fill_(step)
+        fleet.dispatch({f"d{step}": chosen}, image, round_number=step)
+    models = [np.frombuffer(model, np.float32) for model in wire.models()]
+    assert [set(model.tolist()) for model in models] == [{step} for step in range(1, 6)]
+    found = [is_in_file(model.obj) for model in wire.models()]  # type: ignore[arg-type]
+    assert found == [False, False, True, True, True]
