@@ -1,0 +1,136 @@
+"""A device that returns after days with fifty windows: its update counts for what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message
+from torch import Tensor, nn
+
+from headwater.client.flower.node import NodeAnswer
+from headwater.common.errors import ConnectionLost
+from headwater.common.flower import records
+from headwater.common.flower.grid import ensure_message_id
+from headwater.common.settings.schema import Settings
+from headwater.server.asynchronous.buffered_rounds import BufferedRounds
+from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
+from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_loop import run
+from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run_state import Training
+from tests.masked import RUN, NodeDevice, settings_of
+from tests.server.flower.test_registration import Wire
+from tests.tasks import TwoLayers, gradient_sum
+
+NUM_WINDOWS, NUM_EXAMPLES, QUOTA = 50, 24, 12  # two windows are an epoch of the device's data
+RATE = 0.001
+TRAVELLER = 1
+
+
+class Link(Wire):
+    """A network of real devices; one of them loses its link in its first plan."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(TRAVELLER, 2)
+        offline = {"offline_windows": NUM_WINDOWS}
+        self.enter_run(RUN)
+        self.devices = {node: NodeDevice(node, folder, asynchronous=offline) for node in self.nodes}
+        self.replies: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        pushed = list(messages)
+        self._answers += map(self._delivered, pushed)
+        return [ensure_message_id(message) for message in pushed]
+
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        for message in sent:
+            reply = self._delivered(message)
+            if message.metadata.dst_node_id == TRAVELLER and message.metadata.group_id == "1":
+                self._travel(message, reply)
+                lost = records.to_flower_error(ConnectionLost("no link"), is_same_process=True)
+                reply = Message(lost, reply_to=message)
+            self.replies.append(reply)
+        return [ensure_message_id(message) for message in sent]
+
+    def next_reply(self, *, timeout: float) -> Message | None:
+        return self.replies.pop(0) if self.replies else next(self.pull_messages(()), None)
+
+    def _travel(self, message: Message, reply: Message) -> None:
+        """Sum as many windows as the device may, with the calls that its transport makes."""
+        self.nodes.remove(TRAVELLER)
+        node, plan_json = self.devices[TRAVELLER].node, records.head_json(message.content)
+        vector = records.vector(reply.content) or b""
+        head = records.head_json(reply.content)
+        kept = node.keep_offline(
+            plan_json, NodeAnswer(message_id="m", head_json=head, vector=vector)
+        )
+        while node.may_go_on(plan_json, kept):
+            kept = node.add_offline_window(kept)
+
+    def _delivered(self, message: Message) -> Message:
+        content, metadata = message.content, message.metadata
+        answer = self.devices[metadata.dst_node_id].node.answer(
+            message_id=ensure_message_id(message),
+            message_type=metadata.message_type,
+            head_json=records.head_json(content),
+            payload=records.vector(content),
+        )
+        assert answer.error is None
+        vector = bytes(answer.vector)  # all devices sum in the memory of one trainer
+        array = records.flat_array(vector, dtype="float32") if vector else None
+        return Message(records.content_with_head(answer.head_json, array), reply_to=message)
+
+
+class Models(Observer):
+    """Keeps the parameters before the first step and after each; lets the traveller come back."""
+
+    def __init__(self, link: Link, *, back_after: int) -> None:
+        self.models: list[Tensor] = []
+        self._link, self._back_after = link, back_after
+
+    def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
+        self._model = model
+        self._keep()
+
+    def stepped(self, row: RoundRow) -> None:
+        self._keep()
+        if row.round == self._back_after:
+            self._link.nodes.append(TRAVELLER)
+
+    def _keep(self) -> None:
+        flat_P = torch.nn.utils.parameters_to_vector(self._model.parameters())
+        self.models.append(flat_P.detach().clone())
+
+
+def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
+    settings = settings_of(
+        rounds=12,
+        cohort={"min_clients": 1},
+        plan={"accumulation_steps": 3, "micro_batch_size": QUOTA // 3},
+        optimizer={"name": "sgd", "learning_rate": RATE},
+        asynchronous={"is_on": True, "buffer": 1, "offline_windows": NUM_WINDOWS},
+    )
+    link, rows = Link(tmp_path), list[RoundRow]()
+    fleet, seen = GridFleet(link), Models(link, back_after=6)
+    rounds = BufferedRounds(fleet, settings)
+    training = Training(settings, run_id=RUN)
+    run(training, fleet, on_round=rows.append, observer=seen, run_round=rounds)
+    late = next(row for row in rows if row.num_windows)
+    staleness = late.round - 1
+    assert (late.num_windows, late.model_versions) == ({"d1": NUM_WINDOWS}, {"d1": 0})
+    assert (late.num_examples, late.weight) == (NUM_WINDOWS * QUOTA, NUM_WINDOWS * QUOTA)
+    assert late.staleness_max == staleness >= 6
+    assert late.discounted_weight == late.weight * times_of(staleness, 0.5) / TIMES_OF_FRESH
+    own = TwoLayers().train_examples(data=None, part=TRAVELLER, num_parts=8)
+    epoch_P = gradient_sum(seen.models[0], own, range(NUM_EXAMPLES))
+    mean_P = NUM_WINDOWS * QUOTA // NUM_EXAMPLES * epoch_P / late.weight
+    before_P, after_P = (seen.models[late.round - back].double().numpy() for back in (1, 0))
+    # The sums are whole numbers; the mean, the rate and the difference are each rounded once.
+    assert after_P == pytest.approx(before_P - RATE * mean_P, rel=2**-21, abs=2**-21)
+    again = next(row for row in rows[late.round :] if "d1" in row.model_versions)
+    assert (again.model_versions["d1"], again.num_windows) == (late.round, {})
