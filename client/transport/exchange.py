@@ -128,16 +128,20 @@ class Exchange:
         self._activity.enter(f"receives the {part}", num_bytes=len(memory))
 
     def _begin_difference(self, image: Image) -> None:
-        """Prepare to receive a difference to the model that the device holds.
+        """Prepare to receive a difference to the model that the device holds, or to zero.
 
         Raises:
             ModelBroken: the device holds another model.
             ProtocolMismatch: see ``IncomingDifference``.
         """
         held, self.image_id = self.image_id, ""  # until all of it has arrived it is no model
-        if held != image.base_id:
+        if image.base_id and held != image.base_id:
             raise ModelBroken("the server sent a difference to a model that the device lacks")
-        self._incoming = IncomingDifference(image, self._node.trainer.image.buffer())
+        model = self._node.trainer.image
+        incoming = IncomingDifference(image, model.buffer())
+        if not image.base_id:
+            model.values_P.zero_()
+        self._incoming = incoming
         self._activity.enter("receives the model's difference", num_bytes=image.num_bytes)
 
     def take_chunk(self, chunk: Chunk) -> None:

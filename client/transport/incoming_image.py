@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Any, Final
+from typing import Any
 
-from headwater.common.compression.model_difference import (
-    DifferenceMethod,
-    DifferenceReader,
-    difference_bytes,
-)
+from headwater.common.compression.model_difference import DifferenceReader, checked_method
 from headwater.common.errors import ProtocolMismatch, UpdateRefused
 from headwater.common.transport.wire_pb2 import Chunk, Image
-
-METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
 
 
 class ModelBroken(Exception):
@@ -30,18 +24,11 @@ class IncomingDifference:
         """``memory`` is the model that the difference is to.
 
         Raises:
-            ProtocolMismatch: there is no such method, or the length is not that of the difference.
+            ProtocolMismatch: see ``checked_method``.
         """
-        if image.difference not in METHODS:
-            raise ProtocolMismatch(f"the server sent a model in {image.difference[:20]!r}")
-        method: DifferenceMethod = METHODS[image.difference]
-        expected = difference_bytes(method, len(memory) // 4)
-        if image.num_bytes != expected:
-            raise ProtocolMismatch(
-                f"the server's difference has {image.num_bytes:,} bytes, expected {expected:,}"
-            )
+        method = checked_method(image.difference, image.num_bytes, len(memory) // 4)
         self.image_id = image.image_id
-        self.num_bytes = expected
+        self.num_bytes = image.num_bytes
         self.seconds = 0.0  # from the announcement to the latest chunk
         self._sha256 = image.sha256
         self._memory = memory

@@ -1,31 +1,48 @@
-"""The model as a difference to the one that devices hold, in bfloat16 or int8.
+"""The model as a difference to the one that a device holds, in bfloat16 or int8.
 
 The server keeps one broadcast model b for all devices, as they hold it, to the bit. For each
-version x of its own model it sends q, the rounded difference x - b, and both sides add the same q
+version x of its own model it moves b towards x and sends how far: both sides add the same numbers
 to the same b. What the rounding lost is in the next difference, so b follows x with the error of
-one difference only. A device that holds another model is sent b whole.
+one difference only.
+
+- bfloat16: the difference to the version before, rounded. Another version takes the whole model.
+- int8: b lies on a grid (``grid_steps``), and its differences are whole steps of the grid. They add
+  exactly over several rounds, and a device that holds nothing gets the difference to zero.
 
 A difference is the encodings of its pieces of ``CHUNK`` coordinates, one after another, so that a
 device adds each piece as it arrives and holds no more than one. The sum is checked by the SHA-256
-of the model that results; on a mismatch the server sends the model whole.
+of the model that results; on a mismatch the server sends the model again, to a device that holds
+nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.encoding import Coding
-from headwater.common.compression.rounding import encode_bfloat16, encode_int8
-from headwater.common.compression_terms import CompressionTerms
+from headwater.common.compression.encoded_vector import Floats
+from headwater.common.compression.grid_steps import (
+    FIRST_LEVELS,
+    LEVELS,
+    Doubles,
+    decoded_steps,
+    encode_steps,
+    head_bytes,
+    nearest_on_grid,
+    piece_bytes,
+)
+from headwater.common.compression.rounding import decoded_bfloat16, encode_bfloat16
+from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
 
 DifferenceMethod = Literal["bfloat16", "int8"]
+METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +50,7 @@ class ModelDifference:
     """What turns one model into another; both are named by the SHA-256 of their vectors, in hex."""
 
     base_id: str
+    """Empty: the model whose parameters are all zero, which every device can make."""
     image_id: str
     method: DifferenceMethod
     data: bytearray = field(repr=False)
@@ -48,9 +66,11 @@ class SentModel(Protocol):
         """The SHA-256 of the vector and of the frozen part's digest."""
         ...
 
-    @property
-    def difference(self) -> ModelDifference | None:
-        """What devices need that hold the version before; None: the whole model."""
+    def difference_from(self, held_id: str) -> ModelDifference | None:
+        """Return what a device needs that holds this model; None: the whole model.
+
+        An empty id is a device that holds none. It may be called from any thread.
+        """
         ...
 
     def buffer(self) -> memoryview:
@@ -58,57 +78,136 @@ class SentModel(Protocol):
         ...
 
 
-def difference_bytes(method: DifferenceMethod, num_values: int) -> int:
-    """Return the length of a difference; it does not depend on the values."""
-    whole, rest = divmod(num_values, CHUNK)
-    terms = CompressionTerms(method=method)
-    return whole * terms.num_bytes(CHUNK) + terms.num_bytes(rest)
+FindDifference = Callable[[str], ModelDifference | None]
+"""``SentModel.difference_from``."""
 
 
-def move_towards(base_P: Tensor, target_P: Tensor, method: DifferenceMethod) -> bytearray:
-    """Add the rounded difference to ``target_P`` to a vector in place; return the difference."""
-    data = bytearray()
-    reader = DifferenceReader(base_P.numpy().data.cast("B"), method)
+def planned_difference_bytes(method: DifferenceMethod, num_values: int) -> int:
+    """Return the length of a difference in bfloat16; in int8 about that of a few rounds'."""
+    return num_values * (2 if method == "bfloat16" else 1)
+
+
+def checked_method(method: str, num_bytes: int, num_values: int) -> DifferenceMethod:
+    """Return a method by its name, if it has differences of such a length.
+
+    Raises:
+        ProtocolMismatch: there is no such method, or the length is not that of a difference.
+    """
+    if method not in METHODS:
+        raise ProtocolMismatch(f"the server sent a model in {method[:20]!r}")
+    exact = 2 * num_values if method == "bfloat16" else None
+    if num_bytes > 4 * num_values or exact not in (None, num_bytes):
+        expected = f"at most {4 * num_values:,}" if exact is None else f"{exact:,}"
+        raise ProtocolMismatch(
+            f"the server's difference has {num_bytes:,} bytes, expected {expected}"
+        )
+    return METHODS[method]
+
+
+def move_towards(
+    base_P: Tensor, target_P: Tensor, method: DifferenceMethod, *, is_first: bool = False
+) -> bytearray | None:
+    """Add the rounded difference to ``target_P`` to a vector in place; return the difference.
+
+    None if it takes too many bits: a device then needs the vector whole. In int8 the vector is on
+    a grid afterwards; ``is_first`` takes finer steps, as it moves all the way from zero.
+    """
+    data: bytearray | None = bytearray()
+    levels = FIRST_LEVELS if is_first else LEVELS
     for low in range(0, len(base_P), CHUNK):
-        part = target_P[low : low + CHUNK] - base_P[low : low + CHUNK]
-        # To nearest: what is lost comes with the next difference, and chance would only add to it.
-        piece = encode_bfloat16(part) if method == "bfloat16" else encode_int8(part, random=None)
-        reader.add(piece)
+        base, target = base_P[low : low + CHUNK], target_P[low : low + CHUNK]
+        piece: bytearray | None
+        if method == "bfloat16":
+            piece = encode_bfloat16(target - base)
+            _add_piece(piece, base.numpy(), method)
+        else:
+            moved = nearest_on_grid(target.numpy(), base.numpy(), levels=levels)
+            piece = encode_steps(moved.astype(np.float64) - base.numpy())
+            base.numpy()[:] = moved
+        data = None if data is None or piece is None else data + piece
+    return data
+
+
+def movement(differences: Sequence[bytearray], num_values: int) -> bytearray | None:
+    """Return the sum of differences in int8 that follow one another; None as ``move_towards``."""
+    data = bytearray()
+    readers = [_pieces(one, num_values) for one in differences]
+    for parts in zip(*readers, strict=True):
+        piece = encode_steps(np.sum(parts, axis=0))
+        if piece is None:
+            return None
         data += piece
     return data
+
+
+def movement_from_zero(values_P: Tensor) -> bytearray | None:
+    """Return the difference in int8 from zero to a vector; None if no sum gives its bits."""
+    data = bytearray()
+    for part in torch.split(values_P, CHUNK):
+        values = part.numpy()
+        has_negative_zero = bool((np.signbit(values) & (values == 0)).any())
+        piece = encode_steps(values.astype(np.float64))
+        if piece is None or has_negative_zero:
+            return None
+        data += piece
+    return data
+
+
+def _pieces(data: bytearray, num_values: int) -> Iterator[Doubles]:
+    """Yield a whole difference in int8, piece by piece."""
+    memory, at = memoryview(data), 0
+    for low in range(0, num_values, CHUNK):
+        length = min(CHUNK, num_values - low)
+        end = at + piece_bytes(memory[at:], length)
+        yield decoded_steps(memory[at:end], length)
+        at = end
 
 
 class DifferenceReader:
     """Adds a difference that arrives in parts of any length to a model's memory."""
 
     def __init__(self, memory: memoryview, method: DifferenceMethod) -> None:
-        self._values_P = torch.frombuffer(memory, dtype=torch.float32)
-        terms = CompressionTerms(method=method)
-        self._coding = Coding(terms=terms, run_seed=0, round=0)
+        self._values = np.frombuffer(memory, dtype=np.float32)
+        self._method = method
         self._piece = bytearray()
         self._low = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether every coordinate has its difference."""
-        return self._low == len(self._values_P) and not self._piece
+        return self._low == len(self._values) and not self._piece
 
     def add(self, data: bytes | bytearray) -> None:
         """Take the next bytes.
 
         Raises:
-            CorruptUpdate, NonFiniteUpdate: see ``Coding.read``; the memory is then no model's.
+            CorruptUpdate: they are no difference, or more than one; the memory is no model's then.
         """
         at = 0
         while at < len(data):
-            part = self._values_P[self._low : self._low + CHUNK].numpy()
-            needed = self._coding.terms.num_bytes(len(part)) - len(self._piece)
-            if not needed:
-                self._coding.read(data[at:], "the server", 0)  # beyond the end: its length is wrong
-            self._piece += data[at : at + needed]
-            at += needed
-            if len(self._piece) == self._coding.terms.num_bytes(len(part)):
-                decoded = self._coding.read(self._piece, "the server", len(part))
-                np.add(part, decoded[:], out=part)
+            part = self._values[self._low : self._low + CHUNK]
+            if not len(part):
+                raise CorruptUpdate(f"the difference is {len(data) - at:,} bytes too long")
+            missing = _length(self._piece, len(part), self._method) - len(self._piece)
+            self._piece += data[at : at + missing]
+            at += missing
+            if len(self._piece) == _length(self._piece, len(part), self._method):
+                _add_piece(self._piece, part, self._method)
                 self._low += len(part)
                 self._piece = bytearray()
+
+
+def _length(piece: bytearray, num_values: int, method: DifferenceMethod) -> int:
+    """Return the bytes of a piece that begins so, as far as that says."""
+    if method == "bfloat16":
+        return 2 * num_values
+    head = head_bytes(num_values)
+    return head if len(piece) < head else piece_bytes(piece, num_values)
+
+
+def _add_piece(piece: bytearray, values: Floats, method: DifferenceMethod) -> None:
+    """Add a whole piece to the coordinates that it belongs to, in place."""
+    if method == "bfloat16":
+        values += decoded_bfloat16(memoryview(piece), len(values))[:]
+    else:
+        values[:] = values + decoded_steps(piece, len(values))  # in float64: exact on a grid

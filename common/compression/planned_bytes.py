@@ -1,21 +1,22 @@
-"""The bytes that a round moves for a device, from a run's settings; they do not depend on data."""
+"""The bytes that a round moves for a device, as planned from a run's settings alone."""
 
 from __future__ import annotations
 
-from headwater.common.compression.model_difference import difference_bytes
+from headwater.common.compression.model_difference import planned_difference_bytes
 from headwater.common.compression_terms import update_bytes
 from headwater.common.settings.schema import Settings
 
 
 def download_bytes(settings: Settings, num_values: int) -> int:
-    """Return the bytes of the model for a device that was in the round before.
+    """Return the bytes of the model for a device that has been in a round, in int8 about.
 
-    If only some devices are in a round, most hold an older version and are sent the whole model.
+    If only some devices are in a round, most hold an older version, to which bfloat16 has no
+    difference.
     """
     method = settings.compression.down
-    if method == "off" or settings.cohort.size is not None:
+    if method == "off" or (method == "bfloat16" and settings.cohort.size is not None):
         return 4 * num_values
-    return difference_bytes(method, num_values)
+    return planned_difference_bytes(method, num_values)
 
 
 def upload_bytes(settings: Settings, num_values: int) -> int:

@@ -25,7 +25,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from headwater.common.compression.model_difference import ModelDifference
+from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import DescribeRequest
 from headwater.common.model.parameters import ModelImage
@@ -101,8 +101,8 @@ class HeadwaterGrid(Grid):
     def share_frozen(self, image: ModelImage) -> None:
         """Take the model with the frozen part, for devices in this process."""
 
-    def offer_difference(self, difference: ModelDifference | None) -> None:
-        """Take what devices need of the next model that hold the one before; None: all of it."""
+    def offer_differences(self, difference_from: FindDifference | None) -> None:
+        """Take what finds the difference that a device needs of the next model; None: all of it."""
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         """Set the vector's bytes in each reply to messages of a type."""

@@ -44,9 +44,6 @@ Build = Callable[[Callable[[], nn.Module]], nn.Module]
 class ModelImage:
     """A model whose parameters and buffers are views into blocks of memory."""
 
-    difference: None = None
-    """It is sent whole, unlike ``server.aggregation.broadcast_model``."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -103,6 +100,9 @@ class ModelImage:
     def buffer(self) -> memoryview:
         """Return the memory of the trainable parameters, writable, without a copy."""
         return self.bytes_U8.numpy().data
+
+    def difference_from(self, held_id: str) -> None:
+        """Return None: it is sent whole, unlike ``server.aggregation.broadcast_model``."""
 
     def frozen_buffer(self) -> memoryview:
         """Return the frozen part's memory, to be overwritten, without a copy."""

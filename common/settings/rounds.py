@@ -12,6 +12,7 @@ from headwater.common.settings.fields import (
     ALL,
     DEVICE,
     Branch,
+    Bytes,
     Count,
     Delta,
     Epsilon,
@@ -94,9 +95,15 @@ class CompressionSettings(Branch):
     feedback: bool = setting(True, "keep what is not sent; without it, it is lost", on="")
     down: Literal["off", "bfloat16", "int8"] = setting(
         "off",
-        "send the model as a rounded difference to devices that hold the version before; what is "
-        "lost comes with the next difference",
+        "send the model as a rounded difference to the version that a device holds; what is lost "
+        "comes with the next difference",
         "--compress-down",
+    )
+    history_bytes: Bytes = setting(
+        256 << 20,
+        "differences in int8 that the server stores, for devices that were away; an older version "
+        "takes the model whole",
+        on="",
     )
 
     @property

@@ -1,12 +1,14 @@
 """The model that devices hold, where they are sent differences: it follows the server's own.
 
-It costs the server a second vector (4 bytes per parameter) and the latest difference (2 or 1), for
-any number of devices. Gradients are taken at this model, and the step is taken on the server's own.
+It costs the server a second vector (4 bytes per parameter), and the differences of the latest
+rounds within a limit (``DifferenceHistory``), for any number of devices. Gradients are taken at
+this model, and the step is taken on the server's own.
 """
 
 from __future__ import annotations
 
 import hashlib
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -18,18 +20,22 @@ from headwater.common.compression.model_difference import (
 )
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
+from headwater.server.aggregation.difference_history import DifferenceHistory
 
 
 class BroadcastModel:
-    """The vector as devices hold it, and the difference that led to it."""
+    """The vector as devices hold it, and the differences that led to it."""
 
-    def __init__(self, image: ModelImage, method: DifferenceMethod) -> None:
+    def __init__(self, image: ModelImage, method: DifferenceMethod, *, history_bytes: int) -> None:
+        """``history_bytes`` bounds the differences that are stored."""
         self._image, self._method = image, method
-        self.bytes_U8 = torch.empty_like(image.bytes_U8)
+        self.bytes_U8 = torch.zeros_like(image.bytes_U8)
         self.version: int | None = None
         """The version of the server's model that it follows; None before the first."""
-        self.difference: ModelDifference | None = None
         self._image_id = ""
+        self._latest: ModelDifference | None = None
+        self._history = DifferenceHistory(self._values(), max_bytes=history_bytes)
+        self._lock = Lock()  # devices are sent differences from other threads
 
     @property
     def layout(self) -> ModelLayout:
@@ -46,21 +52,45 @@ class BroadcastModel:
 
     def restore(self, bytes_U8: Tensor, version: int) -> None:
         """Take over what a checkpoint stored; the next difference is to this model."""
-        self.bytes_U8.copy_(bytes_U8)
-        self.version, self.difference = version, None
-        self._image_id = hashlib.sha256(self.buffer()).hexdigest()
+        with self._lock:
+            self.bytes_U8.copy_(bytes_U8)
+            self.version, self._latest = version, None
+            self._image_id = hashlib.sha256(self.buffer()).hexdigest()
+            self._history.clear()
 
     def follow(self, version: int) -> None:
         """Move towards the server's model, which now is ``version``; does nothing a second time."""
         if version == self.version:
             return
-        if self.version is None:
-            self.restore(self._image.bytes_U8, version)
-            return
-        values_P = self.bytes_U8.view(torch.float32)
-        base_id = self._image_id
-        data = move_towards(values_P, self._image.values_P, self._method)
-        self.version, self._image_id = version, hashlib.sha256(self.buffer()).hexdigest()
-        self.difference = ModelDifference(
-            base_id=base_id, image_id=self._image_id, method=self._method, data=data
-        )
+        with self._lock:
+            is_first, base_id = self.version is None, self._image_id
+            if is_first and self._method == "bfloat16":
+                self.bytes_U8.copy_(self._image.bytes_U8)
+                data = None
+            else:
+                data = move_towards(
+                    self._values(), self._image.values_P, self._method, is_first=is_first
+                )
+            self.version, self._image_id = version, hashlib.sha256(self.buffer()).hexdigest()
+            self._latest = (
+                None
+                if data is None
+                else ModelDifference(
+                    base_id=base_id, image_id=self._image_id, method=self._method, data=data
+                )
+            )
+            if self._latest is None:
+                self._history.clear()
+            elif self._method == "int8" and not is_first:
+                self._history.add(self._latest)
+
+    def difference_from(self, held_id: str) -> ModelDifference | None:
+        """See ``SentModel``; in bfloat16 only the version before has a difference."""
+        with self._lock:
+            if self._method == "int8":
+                return self._history.difference_from(held_id, self._image_id)
+            latest = self._latest
+            return latest if latest is not None and latest.base_id == held_id else None
+
+    def _values(self) -> Tensor:
+        return self.bytes_U8.view(torch.float32)

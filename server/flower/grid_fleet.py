@@ -179,7 +179,7 @@ class GridFleet:
             self._grid.push_messages(messages)
             self._flower_bytes_down += sum(_num_bytes(message.content) for message in messages)
         else:
-            self._own.offer_difference(None)
+            self._own.offer_differences(None)
             self._own.dispatch(messages)
         names = {node: name for name, node in nodes.items()}
         self._dispatched |= {
@@ -293,7 +293,7 @@ class GridFleet:
     ) -> Iterator[Answer | Dropout]:
         """Send each plan with the model."""
         if self._own is not None:
-            self._own.offer_difference(image.difference)
+            self._own.offer_differences(image.difference_from)
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
         contents = {name: records.content_of(plan, array) for name, plan in plans.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flwr.app import Message
 
-from headwater.common.compression.model_difference import ModelDifference
+from headwater.common.compression.model_difference import FindDifference
 from headwater.common.compression_terms import update_bytes
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
@@ -47,7 +47,7 @@ class GrpcGrid(HeadwaterGrid):
         self._servicer = servicer
         self._sent: dict[str, Message] = {}
         self._num_parameters = 0
-        self._difference: ModelDifference | None = None
+        self._difference_from: FindDifference | None = None
         self._reply_bytes: dict[str, int] = {}
         self._num_needed = 0
         self._turn_seconds: float | None = None
@@ -75,8 +75,8 @@ class GrpcGrid(HeadwaterGrid):
         self._servicer.require_layout(request.layout_digest, request.layout)
         self._num_parameters = request.num_parameters
 
-    def offer_difference(self, difference: ModelDifference | None) -> None:
-        self._difference = difference
+    def offer_differences(self, difference_from: FindDifference | None) -> None:
+        self._difference_from = difference_from
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._reply_bytes[message_type] = num_bytes
@@ -224,7 +224,7 @@ class GrpcGrid(HeadwaterGrid):
             message_type=kind,
             head_json=head_json,
             image=memoryview(vector or b"") if is_model else None,
-            difference=self._difference if is_model else None,
+            difference_from=self._difference_from if is_model else None,
             reply_bytes=self._expected_bytes(message),
             frozen=memoryview(vector or b"") if is_frozen else None,
             frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",

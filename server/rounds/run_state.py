@@ -111,7 +111,10 @@ class Training:
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""
         down = settings.compression.down
-        self.broadcast = None if down == "off" else BroadcastModel(self.image, down)
+        self.broadcast = None
+        if down != "off":
+            limit = settings.compression.history_bytes
+            self.broadcast = BroadcastModel(self.image, down, history_bytes=limit)
         """The model as devices hold it; None if that is the server's own."""
         self.masked = MaskedRounds(settings, self.broadcast or self.image)
         self.selection = model_selection.ModelSelection()

@@ -103,15 +103,13 @@ class Downloads:
         image = self._image_of(instruction)
         if instruction.image is not None and image is not None:
             image_id = image[0]
-            difference = instruction.difference
-            if difference and (session.image_id, image_id) == (
-                difference.base_id,
-                difference.image_id,
-            ):
+            is_held = session.image_id == image_id
+            difference = None if is_held else await _difference(session, instruction)
+            if difference is not None and difference.image_id == image_id:
                 session.image_id = ""
                 if not await self._write_difference(session, instruction, stream, difference):
                     return
-            elif session.image_id != image_id:
+            elif not is_held:
                 if len(instruction.image) < SMALL_IMAGE_BYTES:
                     small_image = self._frame(image_id, 0)
                 else:
@@ -209,3 +207,12 @@ class Downloads:
             return ServerFrame(small_image=data).SerializeToString()
         chunk = Chunk(transfer_id=image_id, offset=offset, data=data)
         return ServerFrame(chunk=chunk).SerializeToString()
+
+
+async def _difference(
+    session: DeviceSession, instruction: DeviceInstruction
+) -> ModelDifference | None:
+    """Return what the device needs in place of the instruction's model, if it may be less."""
+    if instruction.difference_from is None:
+        return None
+    return await asyncio.to_thread(instruction.difference_from, session.image_id)

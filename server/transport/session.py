@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.common.compression.model_difference import ModelDifference
+from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError
 from headwater.common.transport.wire_pb2 import Reply, ServerFrame
 from headwater.server.enrolment.peer_certificates import PeerCertificate
@@ -40,8 +40,8 @@ class DeviceInstruction:
     """The model, which is sent in chunks before the instruction."""
     reply_bytes: int
     """The exact length of the vector in the reply."""
-    difference: ModelDifference | None = None
-    """What a device needs in place of the model if it holds the version before."""
+    difference_from: FindDifference | None = None
+    """Finds what a device needs in place of the model; None: all are sent the model."""
     frozen: memoryview | None = None
     """The frozen part of the model, for a device that lacks it; sent in chunks like the model."""
     frozen_id: str = ""

@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Message
 
 from headwater.client.flower.state_file import StateFile
-from headwater.common.compression.model_difference import ModelDifference
+from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest
@@ -110,8 +110,8 @@ class SimulatedGrpcGrid(HeadwaterGrid):
     def expect(self, request: DescribeRequest) -> None:
         self._inner.expect(request)
 
-    def offer_difference(self, difference: ModelDifference | None) -> None:
-        self._inner.offer_difference(difference)
+    def offer_differences(self, difference_from: FindDifference | None) -> None:
+        self._inner.offer_differences(difference_from)
 
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._inner.expect_vector(message_type, num_bytes)

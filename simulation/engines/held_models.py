@@ -19,16 +19,13 @@ class HeldModels:
 
     def sent(self, names: Iterable[str], image: SentModel) -> int:
         """Note that devices are sent a model; return the bytes, which differences make fewer."""
-        difference = image.difference
         image_id = hashlib.sha256(image.buffer()).hexdigest()
         num_bytes = 0
         for name in names:
-            held = self._held.get(name)
+            held = self._held.get(name, "")
             self._held[name] = image_id
             if held == image_id:
                 continue
-            if difference is not None and held == difference.base_id:
-                num_bytes += len(difference.data)
-            else:
-                num_bytes += image.layout.num_bytes
+            difference = image.difference_from(held)
+            num_bytes += image.layout.num_bytes if difference is None else len(difference.data)
         return num_bytes

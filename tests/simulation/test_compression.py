@@ -52,14 +52,26 @@ def test_without_feedback_the_model_is_another(tmp_path: Path) -> None:
     assert not torch.equal(model(tmp_path / "with"), model(tmp_path / "without"))
 
 
-def test_update_and_model_in_int8_take_a_quarter_of_the_bytes_after_the_first_round(
+def test_update_and_model_in_int8_take_a_fraction_of_the_bytes_from_the_first_round(
     tmp_path: Path,
 ) -> None:
     plain = simulate(tmp_path / "plain", rounds=1)[0]
     small = simulate(tmp_path / "small", rounds=2, compression__up="int8", compression__down="int8")
-    assert small[0].bytes_down == plain.bytes_down
-    assert small[1].bytes_down < 0.26 * plain.bytes_down
+    assert small[0].bytes_down < 0.4 * plain.bytes_down  # 12 bits of 32
+    assert small[1].bytes_down < 0.4 * plain.bytes_down  # the first steps are coarse
     assert {row.bytes_up < 0.26 * plain.bytes_up for row in small} == {True}
+
+
+def test_devices_that_missed_rounds_are_sent_little_more_than_one_difference(
+    tmp_path: Path,
+) -> None:
+    """Six devices, two in a round: most of them hold a model that is some rounds old."""
+    chosen: dict[str, Any] = {"simulation__clients": 6, "cohort__size": 2, "rounds": 12}
+    plain = simulate(tmp_path / "plain", **chosen | {"rounds": 1})[0]
+    rows = simulate(tmp_path / "down", **chosen, compression__down="int8")
+    assert {row.num_clients for row in rows} == {2}
+    late = rows[6:]
+    assert sum(row.bytes_down for row in late) < 0.33 * len(late) * plain.bytes_down
 
 
 def test_a_model_sent_as_differences_stays_close_to_the_servers_own(tmp_path: Path) -> None:
@@ -120,7 +132,9 @@ def test_a_masked_run_in_8_bits_sums_its_cohort(tmp_path: Path) -> None:
 def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
     tmp_path: Path, method: str
 ) -> None:
+    """Two of four devices are in a round, so that some miss one and hold an older model."""
     chosen: dict[str, Any] = {"compression__up": method, "compression__down": "int8"}
+    chosen |= {"cohort__size": 2, "rounds": 4}
     simulate(tmp_path / "calls", **chosen)
     simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
     assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))

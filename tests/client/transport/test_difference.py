@@ -41,6 +41,7 @@ class Device:
         self.exchange.image_id = _id(self.image.buffer())
         self.next_P = self.image.values_P.clone()
         data = move_towards(self.next_P, self.next_P + torch.randn(len(self.next_P)), "bfloat16")
+        assert data is not None
         self.difference = ModelDifference(
             base_id=self.exchange.image_id,
             image_id=_id(self.next_P.numpy().data.cast("B")),
@@ -118,7 +119,7 @@ def test_the_server_sends_a_difference_to_a_device_that_holds_its_base(
         message_type="train",
         head_json="{}",
         image=device.next_P.numpy().data.cast("B"),
-        difference=difference,
+        difference_from=lambda held_id: difference if held_id == difference.base_id else None,
         reply_bytes=0,
     )
     session = DeviceSession(

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.common.compression.model_difference import (
     DifferenceMethod,
     DifferenceReader,
-    difference_bytes,
+    checked_method,
     move_towards,
+    movement,
+    movement_from_zero,
+    planned_difference_bytes,
 )
-from headwater.common.errors import CorruptUpdate
-from headwater.common.model.parameters import ModelImage
+from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
-from headwater.server.aggregation.broadcast_model import BroadcastModel
 
 LENGTH = CHUNK + 1030
 METHODS: tuple[DifferenceMethod, ...] = ("bfloat16", "int8")
-# The part of a difference that its rounding may lose, of the largest in its block.
-LOST = {"bfloat16": 2.0**-8, "int8": 1 / 127}
+# The part of a difference that its rounding may lose, of the largest in its block: int8 has steps
+# of at most 1/15.5 of it, and loses half a step.
+LOST = {"bfloat16": 2.0**-8, "int8": 1 / 31}
 
 
 def vector(seed: int) -> Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(seed))
+
+
+def moved(base_P: Tensor, target_P: Tensor, method: DifferenceMethod) -> bytearray:
+    data = move_towards(base_P, target_P, method)
+    assert data is not None
+    return data
+
+
+def reader_of(values_P: Tensor, method: DifferenceMethod) -> DifferenceReader:
+    return DifferenceReader(values_P.numpy().data.cast("B"), method)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -32,10 +44,12 @@ def vector(seed: int) -> Tensor:
 def test_a_device_holds_the_servers_bits_in_whatever_parts_a_difference_arrives(
     method: DifferenceMethod, part: int
 ) -> None:
-    server_P, device_P = vector(0), vector(0)
-    data = move_towards(server_P, vector(1), method)
-    assert len(data) == difference_bytes(method, LENGTH)
-    reader = DifferenceReader(device_P.numpy().data.cast("B"), method)
+    server_P = vector(0)
+    move_towards(server_P, server_P.clone(), method)
+    device_P = server_P.clone()
+    data = moved(server_P, vector(1), method)
+    assert checked_method(method, len(data), LENGTH) == method
+    reader = reader_of(device_P, method)
     for start in range(0, len(data), part):
         assert not reader.is_complete
         reader.add(data[start : start + part])
@@ -53,46 +67,61 @@ def test_what_a_difference_loses_comes_with_the_next(method: DifferenceMethod) -
         assert (target_P - base_P).abs().max() <= LOST[method] * before + 2.0**-20
 
 
+def test_a_device_that_missed_rounds_gets_their_sum_and_the_same_bits() -> None:
+    values_P = torch.zeros(LENGTH)
+    moved(values_P, vector(0), "int8")
+    away_P = values_P.clone()
+    differences = []
+    for number in range(1, 5):
+        target_P = values_P + 0.01 * vector(number)
+        differences.append(moved(values_P, target_P, "int8"))
+    total = movement(differences, LENGTH)
+    assert total is not None
+    reader_of(away_P, "int8").add(total)
+    assert torch.equal(away_P, values_P)
+    # Four independent movements are about twice as large as one: a bit more of eight.
+    assert len(total) < 1.01 * planned_difference_bytes("int8", LENGTH)
+    assert len(total) < 0.4 * sum(map(len, differences))
+
+
+def test_a_device_that_holds_nothing_gets_the_difference_to_zero() -> None:
+    values_P = torch.zeros(LENGTH)
+    moved(values_P, vector(0), "int8")
+    moved(values_P, values_P + 0.01 * vector(1), "int8")
+    data = movement_from_zero(values_P)
+    assert data is not None
+    assert len(data) < 2 * LENGTH
+    device_P = torch.zeros(LENGTH)
+    reader_of(device_P, "int8").add(data)
+    assert torch.equal(device_P, values_P)
+
+
+def test_no_sum_gives_a_negative_zero_so_its_model_is_sent_whole() -> None:
+    assert movement_from_zero(torch.tensor([1.0, -0.0])) is None
+    values_P = torch.tensor([1.0, 1.0])
+    moved(values_P, torch.tensor([2.0, -1e-9]), "int8")
+    assert movement_from_zero(values_P) is not None
+
+
 def test_a_difference_that_is_too_long_is_refused() -> None:
     base_P = vector(0)[:10]
-    data = move_towards(base_P.clone(), vector(1)[:10], "int8")
-    reader = DifferenceReader(base_P.numpy().data.cast("B"), "int8")
-    reader.add(data)
-    with pytest.raises(CorruptUpdate, match="expected 0"):
+    device_P = base_P.clone()
+    reader = reader_of(device_P, "int8")
+    reader.add(moved(base_P, vector(1)[:10], "int8"))
+    with pytest.raises(CorruptUpdate, match="1 bytes too long"):
         reader.add(b"\0")
 
 
-def broadcast_of(image: ModelImage) -> BroadcastModel:
-    return BroadcastModel(image, "int8")
-
-
-def test_the_broadcast_model_starts_as_the_servers_and_follows_each_version_once() -> None:
-    image = ModelImage(nn.Linear(30, 40))
-    broadcast = broadcast_of(image)
-    broadcast.follow(0)
-    assert broadcast.difference is None
-    assert broadcast.digest == image.digest
-    image.values_P += vector(1)[: image.layout.num_parameters]
-    broadcast.follow(1)
-    first, held = broadcast.difference, bytes(broadcast.buffer())
-    assert first is not None
-    broadcast.follow(1)
-    assert broadcast.difference is first
-    assert bytes(broadcast.buffer()) == held
-    broadcast.follow(2)
-    assert broadcast.difference is not None
-    assert broadcast.difference.base_id == first.image_id
-
-
-def test_a_restored_broadcast_model_sends_the_difference_to_what_devices_hold() -> None:
-    image = ModelImage(nn.Linear(30, 40))
-    before, after = broadcast_of(image), broadcast_of(image)
-    before.follow(0)
-    image.values_P += 1.0
-    before.follow(1)
-    after.restore(before.bytes_U8, 1)
-    image.values_P += vector(2)[: image.layout.num_parameters]
-    before.follow(2)
-    after.follow(2)
-    assert after.difference == before.difference
-    assert bytes(after.buffer()) == bytes(before.buffer())
+@pytest.mark.parametrize(
+    ("method", "num_bytes", "text"),
+    [
+        ("float8", 10, "sent a model in 'float8'"),
+        ("bfloat16", 19, "has 19 bytes, expected 20"),
+        ("int8", 41, "has 41 bytes, expected at most 40"),
+    ],
+)
+def test_a_difference_of_another_length_or_method_is_refused(
+    method: str, num_bytes: int, text: str
+) -> None:
+    with pytest.raises(ProtocolMismatch, match=text):
+        checked_method(method, num_bytes, 10)
