@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from headwater.client.local_training.step_spool import StepContent
+from headwater.client.local_training.step_sums import step_sums
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
@@ -134,24 +135,21 @@ class LocalWork:
         self._take()
         spooled = self._open_spool(content)
         first = 0 if content is None else content.next_step
-        plan, rules = self._plan, StopRules(self._plan, context, self.start_seconds)
-        for number in range(first, self.num_steps):
-            start, end = plan.local_step(number)
-            part = self._window.part(start, end)
-            if not part.positions:
-                continue
-            step_sum = sum_window(plan, part, context, rules, before=self.total)
-            self.total = _joined(self.total, step_sum)
-            self._step_local(step_sum.weight)
-            if step_sum.weight:
+        rules = StopRules(self._plan, context, self.start_seconds)
+        for step in step_sums(
+            self._plan, self._window, context, rules, first=first, before=self.total
+        ):
+            self.total = step.total
+            self._step_local(step.weight)
+            if step.weight:
                 self.num_taken += 1
-                yield context.accumulator.values_P.div_(step_sum.weight)
-            if step_sum.reason != "quota":
+                yield context.accumulator.values_P.div_(step.weight)
+            if step.is_last:
                 break
             if spooled is not None and content is not None and content.is_writable:
-                content.num_taken, content.next_step = self.num_taken, number + 1
-                rest = [self._window.positions[end:]] if end < len(self._window.positions) else []
-                spooled.save(replace(self.total, remaining=deque(rest)))
+                content.num_taken, content.next_step = self.num_taken, step.number + 1
+                rest = self._window.positions[step.end :]
+                spooled.save(replace(self.total, remaining=deque([rest] if rest else [])))
 
     def _open_spool(self, content: StepContent | None) -> SpooledWindow | None:
         """Return the spool of the steps, and take over what it holds of them; None without one."""
@@ -247,24 +245,4 @@ def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None
 def _warn_not_spooled() -> None:
     log.warning(
         "the steps of a client algorithm are not spooled: a power cut loses the round's work"
-    )
-
-
-def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
-    names = first.metric_sums.keys() | second.metric_sums.keys()
-    return WindowSum(
-        loss_sum=first.loss_sum + second.loss_sum,
-        weight=first.weight + second.weight,
-        num_examples=first.num_examples + second.num_examples,
-        metric_sums={
-            n: first.metric_sums.get(n, 0.0) + second.metric_sums.get(n, 0.0) for n in sorted(names)
-        },
-        steps=first.steps + second.steps,
-        done=first.done + second.done,
-        refused=first.refused + second.refused,
-        faults=first.faults | second.faults,
-        num_retries=first.num_retries + second.num_retries,
-        num_reductions=first.num_reductions + second.num_reductions,
-        micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
-        reason=second.reason,
     )
