@@ -1,10 +1,11 @@
 """Predicts what devices do with their plans, without computing gradients.
 
 The prediction gives each device's micro-batches and the times at which they end. It runs the
-device's own code (``client.training.accumulation``) with the same clock, memory and stop rules; a
-micro-batch only advances clock and memory. So the virtual clock shows what it would after real
-training. Devices of constant speed, whose window ends with its quota, are predicted all at once, in
-columns: the same sums in the same order, and a hundred times as fast.
+device's own code (``client.training.accumulation``, ``client.local_training.step_sums``) with the
+same clock, memory and stop rules; a micro-batch only advances clock and memory. So the virtual
+clock shows what it would after real training. Devices of constant speed, whose window ends with its
+quota, are predicted all at once, in columns: the same sums in the same order, and a hundred times
+as fast.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.client.local_training.step_sums import step_sums
 from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
@@ -26,11 +28,13 @@ from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
+from headwater.common.optimizers.local_optimizer import held_bytes
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.one_by_one import next_window
-from headwater.simulation.compute.round_columns import Floats, Ints, RoundColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns
+from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
 # Tolerance in examples or seconds; closer calls are simulated step by step.
 TOLERANCE = 1e-3
@@ -84,18 +88,17 @@ def _split_steady(
     devices: Devices, clients: Sequence[ClientPlan]
 ) -> tuple[Sequence[ClientPlan], list[ClientPlan]]:
     """Separate the devices of constant speed whose memory fits the planned micro-batches."""
-    if devices.has_slow_links:
+    if devices.has_slow_links or not clients:
         return [], list(clients)
     hardware = devices.hardware_columns
     parts = np.array([one.part for one in clients], dtype=np.int64)
     try:
-        hardware.load(parts)
+        hardware.load(parts, held_bytes=_held_bytes(devices, clients[0].plan))
     except HeadwaterError:  # found again for the device whose examples cannot be opened
         return [], list(clients)
     sizes = _ints(one.plan.micro_batch_size for one in clients)
-    quotas = _ints(one.plan.quota for one in clients)
     is_steady = hardware.is_steady[parts] & (hardware.fitting[parts] >= sizes)
-    is_steady &= quotas <= MAX_STEPS * sizes
+    is_steady &= _num_steps([one.plan for one in clients]) <= MAX_STEPS
     if is_steady.all():
         return clients, []
     split: tuple[list[ClientPlan], list[ClientPlan]] = ([], [])
@@ -113,8 +116,9 @@ def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundCol
     counted = _ints(plan.counted_round or NO_ROUND for plan in plans)
     owned = devices.num_training_examples(parts, plans[0])
     places = devices.positions.settle(parts, counted).of_existing(owned)
-    num_steps = -(-num_examples // size)
-    sizes, step_seconds, seconds = _steps(devices, parts, num_examples, size, num_steps)
+    num_steps = _num_steps(plans)
+    sizes, local_step = _sizes(plans, num_steps)
+    step_seconds, seconds = _seconds(devices, parts, sizes, num_steps)
     step_parts = np.repeat(parts, num_steps)
     peaks = hardware.base_bytes[step_parts] + hardware.bytes_per_example[step_parts] * sizes
     return RoundColumns(
@@ -130,44 +134,88 @@ def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundCol
         sizes=sizes,
         step_seconds=step_seconds,
         peak_bytes=peaks.astype(np.int64),
+        local_step=local_step,
     )
 
 
-def _steps(
-    devices: Devices, parts: Ints, num_examples: Ints, size: Ints, num_steps: Ints
-) -> tuple[Ints, Floats, Floats]:
-    """Return the sizes and seconds of all steps, and each device's seconds by the virtual clock.
+def _held_bytes(devices: Devices, plan: Plan) -> int:
+    """Return what the plan's local steps hold beside model and gradient; 0 for an exact sum."""
+    if not plan.takes_local_steps:
+        return 0
+    number = devices.trainer.image.layout.num_parameters
+    return held_bytes(plan.local or LocalTerms(), num_parameters=number)
+
+
+def _num_steps(plans: Sequence[Plan]) -> Ints:
+    """Return the number of micro-batches of each plan."""
+    if not plans[0].takes_local_steps:
+        quotas = _ints(plan.quota for plan in plans)
+        return -(-quotas // _ints(plan.micro_batch_size for plan in plans))
+    return _ints(int(_micro_batches_of_steps(plan).sum()) for plan in plans)
+
+
+def _local_step_sizes(plan: Plan) -> Ints:
+    """Return the examples of each local step that has some (``Plan.local_step``)."""
+    ends = plan.quota * np.arange(plan.local_steps + 1) // plan.local_steps
+    sizes: Ints = np.diff(ends)
+    return sizes[sizes > 0]
+
+
+def _micro_batches_of_steps(plan: Plan) -> Ints:
+    return -(-_local_step_sizes(plan) // plan.micro_batch_size)
+
+
+def _sizes(plans: Sequence[Plan], num_steps: Ints) -> tuple[Ints, Ints]:
+    """Return the size of each micro-batch, and the local step that it is part of."""
+    if plans[0].takes_local_steps:
+        examples = [_local_step_sizes(plan) for plan in plans]
+        numbers = np.concatenate([np.arange(len(of_one)) for of_one in examples])
+        cuts = np.concatenate([_micro_batches_of_steps(plan) for plan in plans])
+        full = np.repeat([plan.micro_batch_size for plan in plans], list(map(len, examples)))
+        return _cut(np.concatenate(examples), full, cuts), np.repeat(numbers, cuts)
+    quotas = _ints(plan.quota for plan in plans)
+    sizes = _cut(quotas, _ints(plan.micro_batch_size for plan in plans), num_steps)
+    return sizes, np.zeros_like(sizes)
+
+
+def _cut(examples: Ints, size: Ints, num_parts: Ints) -> Ints:
+    """Cut each number of examples into this many parts: all of its ``size`` but the last."""
+    sizes = np.repeat(size, num_parts)
+    sizes[np.cumsum(num_parts) - 1] = examples - (num_parts - 1) * size
+    return sizes
+
+
+def _seconds(devices: Devices, parts: Ints, sizes: Ints, num_steps: Ints) -> tuple[Floats, Floats]:
+    """Return the seconds of all steps, and each device's seconds by the virtual clock.
 
     The clocks of all devices with as many steps advance together, step by step, and round as each
     device's own clock does.
     """
     hardware = devices.hardware_columns
     starts = np.concatenate([[0], np.cumsum(num_steps)])
-    sizes = np.zeros(starts[-1], dtype=np.int64)
     step_seconds = np.zeros(starts[-1])
     seconds = np.zeros(len(parts))
     for number in np.unique(num_steps).tolist():
         at = np.flatnonzero(num_steps == number)
-        left_DK = num_examples[at, None] - size[at, None] * np.arange(number)
-        sizes_DK = np.minimum(size[at, None], left_DK)
-        own = parts[at, None]
+        index = starts[at, None] + np.arange(number)
+        own, sizes_DK = parts[at, None], sizes[index]
         seconds_DK = (
             hardware.seconds_per_micro_batch[own] + hardware.seconds_per_example[own] * sizes_DK
         )
         # The model was received before the first step.
         clock_DK = np.cumsum(np.concatenate([hardware.transfer_seconds[own], seconds_DK], 1), 1)
-        index = starts[at, None] + np.arange(number)
-        sizes[index] = sizes_DK
         step_seconds[index] = np.diff(clock_DK, axis=1)
         seconds[at] = clock_DK[:, -1]
-    return sizes, step_seconds, seconds
+    return step_seconds, seconds
 
 
 def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
     """Return which windows surely end with their quota, by ``client.training.stop_rules``.
 
-    All micro-batches but the last have one size and take the same time, so if a window ends early
-    it ends before the last. A window whose end hangs on less than the tolerance is not sure.
+    Of an exact sum all micro-batches but the last have one size and take the same time, so if a
+    window ends early it ends before the last. Local steps have no finish time, and before a
+    deadline none begins later than the last. A window whose end hangs on less than the tolerance is
+    not sure.
     """
     plans = [one.plan for one in columns.clients]
     if not any(_has_limit(plan) for plan in {id(plan): plan for plan in plans}.values()):
@@ -190,7 +238,8 @@ def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
     is_sure &= ~has_more | (beyond < 0.5 - TOLERANCE)
     is_sure |= np.isnan(finish)
     deadline = _floats(plan.deadline_seconds for plan in plans)
-    before_deadline = columns.seconds - rest + full < deadline - TOLERANCE
+    slowest = np.maximum.reduceat(columns.step_seconds, first)
+    before_deadline = columns.seconds - rest + slowest < deadline - TOLERANCE
     is_sure &= is_alone | np.isnan(deadline) | before_deadline
     share = np.array([vitals.share for vitals in columns.vitals])
     is_planned: NDArray[np.bool_] = is_sure & ~(share < _floats(plan.share for plan in plans))
@@ -224,6 +273,8 @@ class _SimulatedClient:
     num_owned: int
     seconds: float
     vitals: Vitals
+    local_step: Ints
+    """The local step that each of the total's micro-batches is part of."""
 
 
 def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
@@ -243,11 +294,21 @@ def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
     context = devices.trainer.context(examples, client.name, hardware, accumulator)
     begun = context.clock.seconds()
     rules = StopRules(plan, context, begun)
-    total = sum_window(plan, window, context, rules, add=_advance)
+    total = WindowSum(micro_batch_size=plan.micro_batch_size)
+    num_steps: list[int] = []
+    if plan.takes_local_steps:
+        with context.memory.holding(_held_bytes(devices, plan)):
+            for step in step_sums(plan, window, context, rules, before=total, add=_advance):
+                num_steps.append(len(step.total.steps) - sum(num_steps))
+                total = step.total
+    else:
+        total = sum_window(plan, window, context, rules, add=_advance)
+        num_steps.append(len(total.steps))
     return _SimulatedClient(
         client=client,
         window=window,
         total=total,
+        local_step=np.repeat(np.arange(len(num_steps)), num_steps),
         num_owned=len(examples),
         seconds=context.clock.seconds() - begun,
         vitals=context.vitals(),
@@ -271,6 +332,7 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
         sizes=_ints(step.num_examples for step in steps),
         step_seconds=_floats(step.seconds for step in steps),
         peak_bytes=_ints(step.peak_bytes for step in steps),
+        local_step=np.concatenate([one.local_step for one in simulated]),
     )
 
 

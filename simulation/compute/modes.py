@@ -7,7 +7,7 @@ same examples in the same order in every mode, with the same K, counts, losses a
 * ``one-by-one`` runs the device's own code and gives the same bits as the wire, optionally in
   several processes (``simulation.compute.worker_pool``).
 * ``vectorised`` computes many devices in a pass, and the norms of each device's vector, from which
-  the gradient noise follows.
+  the gradient noise follows. It is the one that takes local steps.
 * ``fused`` computes only the cohort's sum.
 
 ``vectorised`` and ``fused`` round differently from ``one-by-one``: they add the same float32 terms
@@ -50,7 +50,7 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
         return _one_by_one(settings, devices, num_invited)
     # A liar's norm is held against those of the honest devices.
     watches = devices.has_liars and settings.aggregation.beyond_norm != "keep"
-    needs_norms = plan.follow_noise_scale or watches
+    needs_norms = plan.follow_noise_scale or watches or settings.local.is_on
     with_norms = chosen == "vectorised" or (chosen == "auto" and needs_norms)
     try:
         if settings.privacy.is_on:
@@ -71,8 +71,10 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             plan.max_tokens_per_micro_batch is not None and hasattr(devices.trainer.task, "collate")
         ):
             raise UnsupportedBatch("each device cuts its micro-batches by the examples' lengths")
-        if settings.local.is_on:
-            raise UnsupportedBatch("each device's local steps need a model of its own")
+        if settings.local.is_on and not with_norms:
+            raise UnsupportedBatch(
+                "each device's local steps need a model of its own, as --compute vectorised has it"
+            )
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")
         if devices.fleet.faults.absence:
@@ -91,7 +93,9 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
         return _one_by_one(settings, devices, num_invited)
     if settings.simulation.workers != 1:
         _say("together in this process; --workers has an effect with --compute one-by-one only")
-    if with_norms:
+    if settings.local.is_on:
+        _say("vectorised: many in a pass, each with parameters of its own")
+    elif with_norms:
         _say("vectorised: many in a pass, each with its norms")
     else:
         _say("fused: all in one sum; --compute vectorised measures the noise scale too")

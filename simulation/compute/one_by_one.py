@@ -35,11 +35,11 @@ from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalState
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.round_columns import samplers_of
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
 from headwater.simulation.fleet.position_columns import NO_ROUND, Ints, PlaceColumns
 from headwater.simulation.fleet.window_columns import window_positions
+from headwater.simulation.vectorised.round_columns import samplers_of
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -21,10 +22,10 @@ from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_n
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
-from headwater.simulation.compute.example_rows import Rows
-from headwater.simulation.compute.per_example import ExampleSums
-from headwater.simulation.compute.round_columns import Floats, RoundColumns
 from headwater.simulation.fleet.position_columns import ranges
+from headwater.simulation.vectorised.example_rows import Rows
+from headwater.simulation.vectorised.round_columns import Floats, RoundColumns
+from headwater.simulation.vectorised.task_sums import ExampleSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,16 @@ class CohortReports(ReportBatch):
     """The reports of a block of devices.
 
     ``sums`` are those of each example, device by device. ``norms`` [S] is the norm of a device's
-    vector after each of its steps; None if it was not computed. ``is_ordered`` is false if the
-    examples of devices that use all their examples are in the data's order, not in the devices'.
+    vector after each of its steps, or of each local step's own sum; None if it was not computed.
+    ``update_norms`` [D] are those of the updates after local steps; None for exact sums, whose last
+    norm it is. ``is_ordered`` is false if the examples of devices that use all their examples are
+    in the data's order, not in the devices'.
     """
 
     planned: RoundColumns
     sums: ExampleSums
     norms: Floats | None = None
+    update_norms: Floats | None = None
     is_ordered: bool = True
 
     @cached_property
@@ -98,7 +102,7 @@ class CohortReports(ReportBatch):
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
         """See ``headwater.server.fleet.ReportBatch``."""
         columns, planned, norms = self.columns, self.planned, self.norms
-        if norms is None:
+        if norms is None or self.update_norms is not None:  # local steps move the model
             return [NoiseSums(weight=float(sum(columns.sent_weight)))]
         last = np.cumsum(planned.num_steps) - 1
         first = last - planned.num_steps + 1
@@ -129,14 +133,19 @@ class CohortReports(ReportBatch):
         """See ``headwater.server.fleet.ReportBatch``."""
         if self.norms is None:
             return None
-        last = np.cumsum(self.planned.num_steps) - 1
-        norms: list[float] = (self.norms[last] / self.weight).tolist()
-        return norms
+        if self.update_norms is None:
+            last = np.cumsum(self.planned.num_steps) - 1
+            norms: list[float] = (self.norms[last] / self.weight).tolist()
+            return norms
+        of_each: list[float] = (self.update_norms / self.columns.sent_weight).tolist()
+        return of_each
 
     @property
     def is_not_finite(self) -> NDArray[np.bool_]:
         """Whether each device's loss or a metric is not finite, or its weight is below 1."""
         is_finite: NDArray[np.bool_] = np.isfinite(self.loss) & (self.weight >= 1)
+        if self.update_norms is not None:
+            is_finite &= np.isfinite(self.update_norms)
         for values in self.metrics.values():
             is_finite &= np.isfinite(values)
         return ~is_finite
@@ -161,8 +170,11 @@ class CohortReports(ReportBatch):
         num_steps = own.stop - own.start
         norms: list[float | None] = [None] * num_steps
         if self.norms is not None:  # as a real device measures them
-            for step in (int(np.argmax(weights[own] > 0)), num_steps - 1):
-                norms[step] = float(self.norms[own][step])
+            for start, end in pairwise(planned.local_step_bounds(at)):
+                first = start + int(np.argmax(weights[own][start:end] > 0))
+                for step in (first, end - 1):
+                    norm = float(self.norms[own][step])
+                    norms[step] = None if math.isnan(norm) else norm
         columns = (planned.sizes, weights, losses, planned.step_seconds, planned.peak_bytes)
         return tuple(
             Step(
@@ -265,7 +277,7 @@ class ReportView:
 
     @property
     def local_steps(self) -> int:
-        return 1
+        return int(self._of.planned.num_local_steps[self._at])
 
     @property
     def num_windows(self) -> int:

@@ -49,8 +49,10 @@ class HardwareColumns:
         self.base_bytes: Floats = np.zeros(num_devices)
         self.bytes_per_example: Floats = np.zeros(num_devices)
 
-    def load(self, parts: Ints) -> None:
+    def load(self, parts: Ints, *, held_bytes: int = 0) -> None:
         """Read the figures of the devices that have not been read yet.
+
+        ``held_bytes`` are what local steps hold on each device, the same in all rounds.
 
         Raises:
             HeadwaterError: a device's examples cannot be opened.
@@ -58,7 +60,8 @@ class HardwareColumns:
         for part in parts[~self._is_loaded[parts]].tolist():
             hardware = self._hardware_of(part, False)
             memory, speed = hardware.memory, hardware.constant_speed()
-            fitting = memory.fitting(1)
+            with memory.holding(held_bytes):
+                fitting, self.base_bytes[part] = memory.fitting(1), memory.base_bytes
             self.is_steady[part] = hardware.is_steady
             self._on_battery[part] = hardware.on_battery
             self._battery_seeds[part] = battery_seed(self._run_seed, part)
@@ -66,7 +69,6 @@ class HardwareColumns:
             self.seconds_per_micro_batch[part] = speed.seconds_per_micro_batch
             self.seconds_per_example[part] = speed.seconds_per_example
             self.transfer_seconds[part] = hardware.transfer_seconds
-            self.base_bytes[part] = memory.base_bytes
             self.bytes_per_example[part] = memory.bytes_per_example or 0.0
             self._is_loaded[part] = True
 

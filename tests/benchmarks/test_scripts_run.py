@@ -27,6 +27,7 @@ KEYS = {
     "hostile_devices": "unasked_heads",
     "large_models": "figures",
     "load": "model_is_exact",
+    "local_steps": "fedavg_5_epochs",
     "local_training": "epochs_1",
     "masking": "keystream",
     "memory_limits": "cnn",

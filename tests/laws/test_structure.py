@@ -44,6 +44,7 @@ MUST_NOT_IMPORT = {
     "client/secagg": ("client/flower", "client/transport"),
     "simulation/fleet": ("simulation/compute", "simulation/engines"),
     "simulation/compute": ("simulation/engines",),
+    "simulation/vectorised": ("simulation/compute", "simulation/engines"),
 }
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/flower/", "common/flower/"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.messages import Plan
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.sources import load
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -44,8 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def devices_of(folder: Path, *, step_by_step: bool) -> Devices:
-    """Return the fleet's devices; with slow links each is simulated step by step."""
+def devices_of(folder: Path, *, step_by_step: bool, is_local: bool = False) -> Devices:
+    """Return the fleet's devices; with slow links each is simulated step by step.
+
+    What local steps hold in memory is the same in all rounds of a run.
+    """
     spec = f"{TwoLayers.__module__.replace('.', '/')}.py:{TwoLayers.__name__}"
     chosen = {"task": spec, "simulation.fleet": folder / "fleet.toml", "seed": 5}
     devices = Devices(with_fleet(load(None, chosen)))
@@ -73,12 +77,14 @@ PLACES = st.integers(0, NUM_EXAMPLES).flatmap(
 
 @st.composite
 def cohorts(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Draw each device's plan and position."""
+    """Draw each device's plan and position; all plans of a round sum exactly, or none does."""
+    is_local = draw(st.booleans())
     return [
         {
             "quota": draw(st.integers(1, 12) | st.integers(1, 3 * NUM_EXAMPLES)),
             "micro_batch_size": draw(st.integers(1, 5)),
-            "finish": draw(st.none() | OFF),
+            "finish": None if is_local else draw(st.none() | OFF),
+            "local_steps": draw(st.integers(1, 20)) if is_local else None,
             "deadline": draw(st.none() | OFF),
             "share": draw(st.none() | st.sampled_from([1.0, 0.5, 0.2])),
             **draw(PLACES),
@@ -102,6 +108,8 @@ def clients_of(cohort: list[dict[str, Any]]) -> list[ClientPlan]:
             finish_seconds=None if finish is None else max(seconds + finish, 0.1),
             deadline_seconds=None if deadline is None else max(seconds + deadline, 0.1),
             share=one["share"],
+            local_steps=one["local_steps"] or 1,
+            local=LocalTerms() if one["local_steps"] else None,
         )
         clients.append(ClientPlan(str(part), part, plan))
     return clients
@@ -118,7 +126,7 @@ def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple
     for at, client in enumerate(prediction.columns.clients):
         one_of = prediction.columns.some(np.array([at]))
         columns = [one_of.num_examples, one_of.num_owned]
-        columns += [one_of.micro_batch_size, one_of.sizes, one_of.peak_bytes]
+        columns += [one_of.micro_batch_size, one_of.sizes, one_of.peak_bytes, one_of.local_step]
         columns += [one_of.positions(np.array([0]))]
         seconds = (one_of.seconds.tolist(), one_of.step_seconds.tolist())
         all_of[client.name] = (
@@ -133,8 +141,10 @@ def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple
 def test_the_prediction_of_many_devices_equals_that_of_each_step_by_step(
     folder: Path, cohort: list[dict[str, Any]]
 ) -> None:
+    is_local = cohort[0]["local_steps"] is not None
     at_once, step_by_step = (
-        predicted(devices_of(folder, step_by_step=is_one), cohort) for is_one in (False, True)
+        predicted(devices_of(folder, step_by_step=is_one, is_local=is_local), cohort)
+        for is_one in (False, True)
     )
     assert at_once == step_by_step
 

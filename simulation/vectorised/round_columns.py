@@ -40,7 +40,8 @@ class RoundColumns:
 
     A device uses ``num_examples`` [D] of the ``num_owned`` [D] examples that it trains on, from its
     place on. Its ``num_steps`` [D] steps follow those of the device before it in ``sizes``,
-    ``step_seconds`` and ``peak_bytes`` [S].
+    ``step_seconds`` and ``peak_bytes`` [S]; ``local_step`` [S] is the number, from 0, of the local
+    step that each of them is part of: 0 for all where the device sums exactly.
     """
 
     clients: Sequence[ClientPlan]
@@ -55,6 +56,7 @@ class RoundColumns:
     sizes: Ints
     step_seconds: Floats
     peak_bytes: Ints
+    local_step: Ints
     _step_starts: Ints = field(init=False, default_factory=lambda: NO_INTS)
 
     def __post_init__(self) -> None:
@@ -79,9 +81,27 @@ class RoundColumns:
     def _samplers(self) -> Samplers:
         return samplers_of(self.clients, self.num_owned)
 
+    @property
+    def num_local_steps(self) -> Ints:
+        """The local steps that each device takes; 1 where it sums exactly."""
+        return self.local_step[self._step_starts[1:] - 1] + 1
+
     def steps_of(self, at: int) -> slice:
         """Return the slice of a device's steps."""
         return slice(int(self._step_starts[at]), int(self._step_starts[at + 1]))
+
+    @property
+    def first_of_local_steps(self) -> Ints:
+        """Where each local step of each device begins among all steps."""
+        is_first = np.ones(len(self.sizes), dtype=np.bool_)
+        is_first[1:] = self.local_step[1:] != self.local_step[:-1]
+        is_first[self._step_starts[:-1]] = True
+        return np.flatnonzero(is_first)
+
+    def local_step_bounds(self, at: int) -> list[int]:
+        """Return where each local step of a device begins among its steps, and the end."""
+        own = self.local_step[self.steps_of(at)]
+        return [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
 
     def positions(self, at: Ints) -> Ints:
         """Return the examples that these devices use, in order, one device after another."""
@@ -118,7 +138,7 @@ class RoundColumns:
 
 
 _LISTS = ("clients", "reasons", "vitals")
-_OF_STEPS = ("sizes", "step_seconds", "peak_bytes")
+_OF_STEPS = ("sizes", "step_seconds", "peak_bytes", "local_step")
 _OF_DEVICES = tuple(
     one.name
     for one in fields(RoundColumns)
@@ -129,16 +149,19 @@ _OF_DEVICES = tuple(
 # Rows of different lengths, computed together.
 
 
-def groups_of_similar_size(sizes: Ints, at_once: int) -> Iterator[Ints]:
+def groups_of_similar_size(
+    sizes: Ints, at_once: int, *, least_share: float = MIN_SHARE_OF_LONGEST
+) -> Iterator[Ints]:
     """Yield indices of groups of similar size, whose padded sizes sum to at most ``at_once``.
 
-    A group of one may be larger.
+    The smallest of a group is at least ``least_share`` of its largest. A group of one may be larger
+    than ``at_once``.
     """
     order = np.argsort(-sizes, kind="stable")
     start = 0
     while start < len(order):
         largest = int(sizes[order[start]])
-        shortest = -largest * MIN_SHARE_OF_LONGEST
+        shortest = -largest * least_share
         end = start + int(np.searchsorted(-sizes[order[start:]], shortest, "right"))
         end = min(end, start + max(at_once // largest, 1))
         yield order[start:end]

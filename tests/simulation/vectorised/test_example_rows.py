@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.data import TensorDataset
 
-from headwater.simulation.compute.example_rows import ExampleRows
+from headwater.simulation.vectorised.example_rows import ExampleRows
 from tests.tasks import TwoLayers, examples
 
 

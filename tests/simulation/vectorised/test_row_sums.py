@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import build_model
-from headwater.simulation.compute.example_rows import ExampleRows
-from headwater.simulation.compute.per_example import PerExampleModel
-from headwater.simulation.compute.row_sums import RowSums
+from headwater.simulation.vectorised.example_rows import ExampleRows
+from headwater.simulation.vectorised.per_example import PerExampleModel
+from headwater.simulation.vectorised.row_sums import RowSums
 
 NUM_EXAMPLES, NUM_CLASSES = 7, 4
 LossSum = Callable[[nn.Module, Tensor, Tensor], Any]

@@ -11,41 +11,37 @@ That takes a tenth less time for a small perceptron, whose layers ``vmap`` takes
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
-from headwater.simulation.compute.example_rows import ExampleRows, Rows
-from headwater.simulation.compute.gradient_norms import SquaredNorms
-from headwater.simulation.compute.linear_layers import (
+from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
+from headwater.simulation.vectorised.gradient_norms import SquaredNorms
+from headwater.simulation.vectorised.linear_layers import (
     LinearLayers,
     add_to_gradient,
     find_linear_layers,
 )
-from headwater.simulation.compute.round_columns import Bools, Floats
-from headwater.simulation.compute.row_sums import RowSums
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExampleSums:
-    """What each of N examples adds to the loss, the weight and the metrics."""
-
-    loss: Floats
-    weight: Floats
-    metrics: Mapping[str, Floats]
-
+from headwater.simulation.vectorised.round_columns import Bools, Floats
+from headwater.simulation.vectorised.row_sums import RowSums
+from headwater.simulation.vectorised.task_sums import (
+    ExampleSums,
+    LossSum,
+    autocast,
+    computing_in,
+    example_sums,
+    numbers,
+    unsupported_errors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ class PerExampleModel:
         self._image = image
         self._examples = examples
         self._task = task
-        self._loss_sum = _LossSum(task, image.model)
+        self._loss_sum = LossSum(task, image.model)
         self._weight_each = 0.0
         self._keeps_inputs = False
         self.takes_batches = False
@@ -104,10 +100,10 @@ class PerExampleModel:
             else:
                 total.backward()  # type: ignore[no-untyped-call]
                 return sums
-        with _unsupported(), _compute_in(precision):
+        with unsupported_errors(), computing_in(precision):
             loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
         _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
-        return _example_sums(loss, weight, metrics)
+        return example_sums(loss, weight, metrics)
 
     def _of_batch(
         self, tensors: Sequence[Tensor], factors: Floats | None, precision: str
@@ -116,27 +112,27 @@ class PerExampleModel:
         num_rows = len(tensors[0])
         sums = RowSums(num_rows)
         batch = self._examples.batch(tensors)
-        with _unsupported(), _autocast(precision), sums:
+        with unsupported_errors(), autocast(precision), sums:
             loss, weight, *others = self._task.loss_sum(self._image.model, batch)
         metrics = others[0] if others else {}
         if isinstance(weight, Tensor):
-            weights = _numbers(sums.of(weight))
+            weights = numbers(sums.of(weight))
         elif weight == self._weight_each * num_rows:
             weights = np.full(num_rows, self._weight_each)
         else:
             raise UnsupportedBatch(f"the weight of {num_rows} examples is {weight}")
         of_rows = sums.of(loss)
         return loss if factors is None else _sum(of_rows, factors), ExampleSums(
-            loss=_numbers(of_rows),
+            loss=numbers(of_rows),
             weight=weights,
-            metrics={str(name): _numbers(sums.of(value)) for name, value in metrics.items()},
+            metrics={str(name): numbers(sums.of(value)) for name, value in metrics.items()},
         )
 
     def linear_layers(self, rows: Rows) -> LinearLayers | None:
         """Return the layers that run on some examples, if ``add_with_norms`` can use them."""
         self._image.model.train()
         tensors = self._examples.take(rows)
-        with _unsupported(), _compute_in("float32"), torch.no_grad():
+        with unsupported_errors(), computing_in("float32"), torch.no_grad():
             return find_linear_layers(self._loss_sum, lambda: vmap(self._one)(*tensors))
 
     def add_with_norms(
@@ -165,7 +161,7 @@ class PerExampleModel:
             with layers.recording(probes, inputs):
                 return *self._one(*example, replaced={**layers.detached, **copies}), inputs
 
-        with _unsupported(), _compute_in("float32"):
+        with unsupported_errors(), computing_in("float32"):
             loss, weight, metrics, inputs = vmap(one)(copies, probes, *self._examples.take(rows))
 
         def add_layer(name: str, gradients: Tensor) -> None:
@@ -183,7 +179,7 @@ class PerExampleModel:
             if copy.grad is not None:
                 add_to_gradient(layers.others[name], copy.grad.sum(0))
                 norms.add_gradients(copy.grad.flatten(1))
-        return _example_sums(loss, weight, metrics)
+        return example_sums(loss, weight, metrics)
 
     def gradients(
         self, rows_RM: Rows, mask_RM: Bools, precision: str
@@ -208,16 +204,16 @@ class PerExampleModel:
 
         tensors = self._examples.take(rows_RM)
         of_rows = vmap(grad(row_loss, has_aux=True), in_dims=(None, 0, *(0 for _ in tensors)))
-        with _unsupported(), _compute_in(precision):
+        with unsupported_errors(), computing_in(precision):
             gradients, (loss, weight, metrics) = of_rows(
                 trained, torch.from_numpy(mask_RM).float(), *tensors
             )
         flat = [gradients[name].reshape(len(rows_RM), -1) for name in trained]
-        return torch.cat(flat, dim=1), _example_sums(loss, weight, metrics)
+        return torch.cat(flat, dim=1), example_sums(loss, weight, metrics)
 
     def weights(self, rows: Rows, precision: str) -> Floats:
         """Return the weight of each example [N]."""
-        with _unsupported(), _compute_in(precision), torch.no_grad():
+        with unsupported_errors(), computing_in(precision), torch.no_grad():
             _, weight, _ = vmap(self._one)(*self._examples.take(rows))
         weights: Floats = weight.numpy()
         return weights
@@ -229,60 +225,8 @@ class PerExampleModel:
         return functional_call(self._loss_sum, dict(replaced), (batch,))
 
 
-class _LossSum(nn.Module):
-    """``loss_sum`` as a module's forward pass that returns tensors only, as torch.func needs."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self._task = task
-        self.model = model
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return loss, weight and metrics of a batch."""
-        answer = self._task.loss_sum(self.model, batch)
-        sums = answer[2] if len(answer) == 3 else {}
-        weight = torch.as_tensor(answer[1], dtype=torch.float64)
-        metrics = {
-            str(name): torch.as_tensor(value).detach().to(torch.float64)
-            for name, value in sums.items()
-        }
-        return answer[0], weight, metrics
-
-
 def _sum(loss: Tensor, factors: Floats | None) -> Tensor:
     return (loss if factors is None else loss * torch.from_numpy(factors).float()).sum()
-
-
-@contextlib.contextmanager
-def _unsupported() -> Iterator[None]:
-    """Raise any error of torch.func as ``UnsupportedBatch``, except a failed allocation."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        sentence = str(error).partition(". ")[0].partition("\n")[0]
-        raise UnsupportedBatch(f"{type(error).__name__}: {sentence[:200]}") from error
-
-
-@contextlib.contextmanager
-def _compute_in(precision: str) -> Iterator[None]:
-    """Compute in the plan's precision, with the attention kernel that torch.func has rules for.
-
-    torch.func runs the CPU's fused kernel example by example, with a warning for each.
-    """
-    with sdpa_kernel(SDPBackend.MATH), _autocast(precision):
-        yield
-
-
-def _autocast(precision: str) -> contextlib.AbstractContextManager[object]:
-    is_narrow = precision == "bfloat16"
-    return torch.autocast("cpu", dtype=torch.bfloat16) if is_narrow else contextlib.nullcontext()
-
-
-def _numbers(of_rows: Tensor) -> Floats:
-    numbers: Floats = of_rows.detach().double().numpy()
-    return numbers
 
 
 def _are_close(found: ExampleSums, expected: ExampleSums) -> bool:
@@ -292,11 +236,3 @@ def _are_close(found: ExampleSums, expected: ExampleSums) -> bool:
     pairs = [(found.loss, expected.loss), (found.weight, expected.weight)]
     pairs += [(found.metrics[name], values) for name, values in expected.metrics.items()]
     return all(np.allclose(one, other, rtol=TOLERANCE, atol=1e-6) for one, other in pairs)
-
-
-def _example_sums(loss: Tensor, weight: Tensor, metrics: Mapping[str, Tensor]) -> ExampleSums:
-    return ExampleSums(
-        loss=loss.detach().double().numpy(),
-        weight=weight.numpy(),
-        metrics={name: value.numpy() for name, value in metrics.items()},
-    )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headwater.simulation.compute.round_columns import (
+from headwater.simulation.vectorised.round_columns import (
     Bools,
     Floats,
     Ints,

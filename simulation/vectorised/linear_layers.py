@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headwater.simulation.compute.gradient_norms import SquaredNorms
+from headwater.simulation.vectorised.gradient_norms import SquaredNorms
 
 # Parameters outside linear layers, as a share of all: above it their copies, one for each example,
 # take as much memory as the devices' vectors would.

@@ -24,18 +24,18 @@ from headwater.common.data.batches import UnsupportedBatch, batch_of
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.model.vectors import CHUNK, squared_norm
 from headwater.common.task import Examples, loss_sum
-from headwater.simulation.compute.example_rows import ExampleRows, Rows
-from headwater.simulation.compute.gradient_norms import SquaredNorms, running_norms
-from headwater.simulation.compute.linear_layers import LinearLayers
-from headwater.simulation.compute.per_example import ExampleSums, PerExampleModel
-from headwater.simulation.compute.round_columns import (
-    Bools,
+from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
+from headwater.simulation.vectorised.gradient_norms import SquaredNorms, running_norms
+from headwater.simulation.vectorised.linear_layers import LinearLayers
+from headwater.simulation.vectorised.per_example import PerExampleModel
+from headwater.simulation.vectorised.round_columns import (
     Floats,
     Ints,
     groups_of_similar_size,
     padded,
     runs,
 )
+from headwater.simulation.vectorised.task_sums import ExampleSums, ScatteredSums
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def sum_with_norms(model: PerExampleModel, block: Block) -> tuple[Tensor, Exampl
     sizes, num_steps = block.sizes, block.num_steps
     starts = np.cumsum(sizes) - sizes
     gradients: Tensor | None = None
-    columns: dict[str, Floats] = {}
+    sums_of_all = ScatteredSums(len(block.rows))
     for steps in groups_of_similar_size(sizes, block.at_once):
         index, mask = padded(starts[steps], sizes[steps])
         vectors_SP, sums = model.gradients(block.rows[index], mask, block.precision)
@@ -125,17 +125,16 @@ def sum_with_norms(model: PerExampleModel, block: Block) -> tuple[Tensor, Exampl
             if gradients is None:
                 gradients = vectors_SP.new_empty((len(sizes), vectors_SP.shape[1]))
             gradients[torch.from_numpy(steps)] = vectors_SP
-        _scatter(columns, sums, index[mask], mask, len(block.rows))
+        sums_of_all.put(sums, index, mask)
     assert gradients is not None  # a block has steps
     firsts = np.cumsum(num_steps) - num_steps
     norms, vectors_DP = running_norms(gradients, firsts, num_steps)
     if block.factors is not None:
         of_each = block.factors[starts[firsts]]
         vectors_DP = vectors_DP * torch.from_numpy(of_each).float().unsqueeze(1)
-    loss, weight = columns.pop(LOSS), columns.pop(WEIGHT)
     # torch's sum would make a float64 copy of the whole matrix.
     total_P = torch.from_numpy(np.add.reduce(vectors_DP.numpy(), axis=0, dtype=np.float64))
-    return total_P, ExampleSums(loss=loss, weight=weight, metrics=columns), norms
+    return total_P, sums_of_all.joined(), norms
 
 
 # The self-test.
@@ -175,14 +174,15 @@ def check_sums(
     found |= {f"metric {name}": values.sum() for name, values in sums.metrics.items()}
     expected = {"loss": loss.item(), "weight": weight}
     expected |= {f"metric {name}": value for name, value in metrics.items()}
-    tolerance = _tolerance(trainer.image.model)
+    tolerance = tolerance_of(trainer.image.model)
     for name, value in expected.items():
         if not math.isclose(found.get(name, math.nan), value, rel_tol=tolerance, abs_tol=1e-6):
             raise UnsupportedBatch(f"the {name} of a batch is not the sum over its examples")
     return loss, rows
 
 
-def _tolerance(model: nn.Module) -> float:
+def tolerance_of(model: nn.Module) -> float:
+    """Return the self-test's relative tolerance for a model."""
     is_narrow = any(
         tensor.is_floating_point() and tensor.itemsize < 4
         for tensor in (*model.parameters(), *model.buffers())
@@ -240,16 +240,6 @@ def _add(total_P: Tensor, values_P: Tensor) -> None:
     total, values = total_P.numpy(), values_P.numpy()
     for low in range(0, len(values), CHUNK):
         total[low : low + CHUNK] += values[low : low + CHUNK].astype(np.float64)
-
-
-LOSS, WEIGHT = "", " "  # no metric's name
-
-
-def _scatter(
-    columns: dict[str, Floats], sums: ExampleSums, rows: Ints, mask: Bools, num_rows: int
-) -> None:
-    for name, values in {LOSS: sums.loss, WEIGHT: sums.weight, **sums.metrics}.items():
-        columns.setdefault(name, np.zeros(num_rows))[rows] = values[mask]
 
 
 def _joined(parts: Sequence[ExampleSums]) -> ExampleSums:
