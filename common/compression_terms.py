@@ -11,6 +11,8 @@ Method = Literal["bfloat16", "int8", "top-k", "random-k"]
 
 BLOCK = 1024
 """Coordinates that share a scale in int8; the scale is a float32, 0.4 % of the block's bytes."""
+MIN_MASKED_FRACTION = 0.01
+"""What a masked update sends at least: a coordinate then waits for about 100 rounds at most."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
 
@@ -30,6 +32,12 @@ class CompressionTerms(BaseModel):
     def is_sparse(self) -> bool:
         """Whether only a part of the coordinates is sent."""
         return self.method in ("top-k", "random-k")
+
+    @property
+    def text(self) -> str:
+        """The terms as one line, the same for the same terms only."""
+        feedback = "with" if self.feedback else "without"
+        return f"{self.method} {self.fraction.hex()} {feedback} feedback"
 
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent; at least one of a vector that has any.
@@ -51,6 +59,11 @@ class CompressionTerms(BaseModel):
                 return 4 * -(-num_values // SPAN) + (2 + 2) * number
             case _:
                 return 2 * number
+
+
+def num_masked(terms: CompressionTerms | None, num_values: int) -> int:
+    """Return the coordinates of a masked update under these terms: all, or those of random-k."""
+    return num_values if terms is None else terms.num_sent(num_values)
 
 
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:

@@ -15,6 +15,11 @@ server counted last. If that is the pending one, its residual is next; otherwise
 arrive, the device trains on the same examples again, and starts from the residual before. So a
 refused or lost update loses nothing and counts nothing twice.
 
+Under masks an update that was masked is never masked again, counted or not: two sums that differ by
+their members would show it. So if it did not count, the coordinates that it sent are lost, as its
+examples are, and all others stay in the residual. An update that entered no session's sum leaves
+the residual before, as above.
+
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
 layout, if the run went on without compression in between, or if the server went back to a
 checkpoint before both. Another method or fraction takes the residual over; another run begins
@@ -26,10 +31,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -64,9 +71,28 @@ class ResidualSlots(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedLabel:
+    """What tells later whether a masked plan's update was masked in a session.
+
+    ``num_planned_before`` are the examples that earlier plans at the model asked for, of updates
+    that were masked (``client.secagg.masked_history``).
+    """
+
+    update_id: str
+    model: str
+    num_planned_before: int
+
+
+WasMasked = Callable[[MaskedLabel], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Residual:
     slot: int
+    order: int
+    """Increases with each that is written."""
     round: int
+    label: MaskedLabel | None
     values_P: Floats
 
 
@@ -94,11 +120,53 @@ class ErrorFeedback:
         if not all_finite(update.values_P):
             raise NonFiniteUpdate(f"{update.name}, round {plan.round}: the residual overflows")
         data = coding.encode(update.values_P, update.name)
-        # Never over the residual before: the server may not count this round.
-        slot = 1 - base.slot if base is not None else stored[-1].slot if stored else SLOTS[0]
+        place = _next_place(base, stored)
         del base, stored  # a mapped file could not be replaced on Windows
-        self._store(slot, plan.round, update.values_P)
+        self._store(*place, plan.round, update.values_P)
         return data
+
+    def gather(
+        self,
+        values_P: Tensor,
+        plan: Plan,
+        *,
+        is_empty: bool,
+        label: MaskedLabel,
+        was_masked: WasMasked,
+    ) -> Tensor:
+        """Add the residual to a masked plan's sum; return the coordinates to be masked, [k].
+
+        The vector is overwritten: it is the new residual, which is stored as pending. Of a sum that
+        ``is_empty``, or with which the residual overflows, zeros are sent, and the residual stays.
+        ``was_masked`` says whether the update with a label was masked in a session.
+
+        Raises:
+            StateError: see ``encode``. Whether it is raised does not depend on an example.
+        """
+        coding, stored = plan.coding, self._stored()
+        assert coding is not None
+        positions = coding.positions(len(values_P))
+        base = self._masked(stored, was_masked) or self._counted(stored, plan)
+        if base is not None:
+            add_in_chunks(values_P, base.values_P)
+        if is_empty or not all_finite(values_P):
+            values_P.zero_()
+            if base is not None:
+                add_in_chunks(values_P, base.values_P)
+            sent_K = torch.zeros(positions.number)
+        else:
+            sent_K = positions.gather(values_P)
+        place = _next_place(base, stored)
+        del base, stored
+        self._store(*place, plan.round, values_P, label)
+        return sent_K
+
+    def _masked(self, stored: list[_Residual], was_masked: WasMasked) -> _Residual | None:
+        """Return the residual that the last masked update left, if it is one of the two."""
+        for one in reversed(stored):
+            if one.label is not None and was_masked(one.label):
+                return one
+        return None
 
     def _counted(self, stored: list[_Residual], plan: Plan) -> _Residual | None:
         """Return the residual of the last counted round, if there is one."""
@@ -127,7 +195,7 @@ class ErrorFeedback:
         stored.clear()
 
     def _stored(self) -> list[_Residual]:
-        """Return the stored residuals, in the order of their rounds; unusable ones are removed."""
+        """Return the stored residuals, the newest last; unusable ones are removed."""
         found = []
         for slot in SLOTS:
             try:
@@ -142,7 +210,7 @@ class ErrorFeedback:
                 del data
                 log.warning("%s: the residual is dropped: %s", self._slots.where, error)
                 self._slots.remove(slot)
-        return sorted(found, key=lambda one: one.round)
+        return sorted(found, key=lambda one: one.order)
 
     def _parsed(self, slot: int, data: memoryview) -> _Residual:
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -154,12 +222,31 @@ class ErrorFeedback:
             raise ValueError("it belongs to a model of another layout")
         if hashlib.sha256(values).hexdigest() != head["sha256"]:
             raise ValueError("it is damaged: its digest does not match")
-        return _Residual(slot=slot, round=int(head["round"]), values_P=np.frombuffer(values, "<f4"))
+        label: Mapping[str, Any] | None = head["label"]
+        return _Residual(
+            slot=slot,
+            order=int(head["order"]),
+            round=int(head["round"]),
+            label=None if label is None else MaskedLabel(**label),
+            values_P=np.frombuffer(values, "<f4"),
+        )
 
-    def _store(self, slot: int, round_number: int, values_P: Tensor) -> None:
+    def _store(
+        self,
+        slot: int,
+        order: int,
+        round_number: int,
+        values_P: Tensor,
+        label: MaskedLabel | None = None,
+    ) -> None:
         values = values_P.numpy().data.cast("B")
-        digest = hashlib.sha256(values).hexdigest()
-        head = {"layout": self._layout_digest, "round": round_number, "sha256": digest}
+        head = {
+            "layout": self._layout_digest,
+            "order": order,
+            "round": round_number,
+            "label": None if label is None else asdict(label),
+            "sha256": hashlib.sha256(values).hexdigest(),
+        }
         text = json.dumps(head).encode()
         text += b" " * (-len(text) % LENGTH_BYTES)
         try:
@@ -170,6 +257,15 @@ class ErrorFeedback:
                 f"{error.strerror}",
                 remedy="free space there, or run without --compress",
             ) from error
+
+
+def _next_place(base: _Residual | None, stored: list[_Residual]) -> tuple[int, int]:
+    """Return slot and order of the next residual: never over the one before it.
+
+    The server may not count its round.
+    """
+    slot = 1 - base.slot if base is not None else stored[-1].slot if stored else SLOTS[0]
+    return slot, stored[-1].order + 1 if stored else 0
 
 
 def add_in_chunks(values_P: Tensor, more_P: Floats) -> None:

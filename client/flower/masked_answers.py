@@ -19,6 +19,7 @@ import torch
 from flwr.app import RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.compression.error_feedback import MaskedLabel
 from headwater.client.flower.masked_description import padded, vitals_without_training
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
@@ -40,7 +41,7 @@ from headwater.client.secagg.prepare import (
     participant_of,
     unmasked_update,
 )
-from headwater.client.secagg.types import UnmaskedUpdate
+from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.client.training.sampler import SamplerState, seed_of
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
@@ -49,7 +50,8 @@ from headwater.common.messages import (
     ReadyReport,
     Update,
 )
-from headwater.common.secagg.masked_numbers import numbers_of_nothing
+from headwater.common.model.vectors import squared_norm
+from headwater.common.secagg.masked_numbers import SQUARED_NORM, numbers_of_nothing
 from headwater.common.task import max_weight_per_example
 
 log = logging.getLogger(__name__)
@@ -192,9 +194,12 @@ def _add_pending(
         floor=floor_of(request.secure),
         enrolment=request.enrolment,
     )
+    record = read_record(records.load_state(context, SECURE))
+    if plan.compression is not None:
+        unmasked = _random_coordinates(request, plan, unmasked, device, record)
     session = SecureSession(
         device,
-        read_record(records.load_state(context, SECURE)),
+        record,
         update=unmasked,
         num_threads=torch.get_num_threads(),
         is_view=records.is_view(request.message.content),
@@ -203,3 +208,41 @@ def _add_pending(
         pending_in(trainer.accumulator).add(session, trainer.accumulator)
     else:
         request.suspended.add(session)
+
+
+def _random_coordinates(
+    request: DeviceRequest,
+    plan: Plan,
+    update: UnmaskedUpdate,
+    device: Participant,
+    record: SessionRecord,
+) -> UnmaskedUpdate:
+    """Return the coordinates [k] of the round, as all members send them, with what was left before.
+
+    Raises:
+        StateError: see ``ErrorFeedback.gather``.
+    """
+    from headwater.client.secagg.mask_phases import with_usable_values  # as above
+
+    assert plan.coding is not None
+    assert plan.compression is not None
+    update = with_usable_values(update, planned_weight=device.planned_weight)
+    values_P, history = update.values_P, request.history
+
+    def was_masked(label: MaskedLabel) -> bool:
+        num_planned = history.num_planned_at(bytes.fromhex(label.model))
+        return label.update_id == record.masked or num_planned > label.num_planned_before
+
+    if plan.compression.feedback:
+        label = MaskedLabel(
+            update_id=device.update_id,
+            model=device.model_digest.hex(),
+            num_planned_before=history.num_planned_at(device.model_digest),
+        )
+        sent_K = request.error_feedback.gather(
+            values_P, plan, is_empty=not update.weight, label=label, was_masked=was_masked
+        )
+    else:
+        sent_K = plan.coding.positions(len(values_P)).gather(values_P)
+    numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
+    return UnmaskedUpdate(values_P=sent_K, numbers=numbers)

@@ -12,6 +12,7 @@ from typing import Any
 
 from headwater.client.trainer.client_examples import MAX_REPEATED
 from headwater.client.training.sampler import SamplerState
+from headwater.common.compression_terms import MIN_MASKED_FRACTION
 from headwater.common.errors import (
     CohortTooSmall,
     CountOutOfRange,
@@ -31,6 +32,8 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             examples out: a server could leave one example to train on, under model after model.
         MaskingTooWeak: its noise counts on fewer colluding devices in a session than the device.
         MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
+        MaskingTooWeak: it sends other coordinates than all, or than random ones that all members
+            share; or so few of them that what is left out would come to outweigh the update.
         CohortTooSmall: fewer clients are invited than the device requires in a session.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
             examples than the device reported.
@@ -40,6 +43,17 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{name}, round {plan.round}: the plan asks for {plan.quota} examples, this device "
             f"masks at least {secure.min_quota}",
             remedy="raise the quota, or lower secure.min_quota on the device",
+        )
+    terms = plan.compression
+    if terms is not None and (
+        terms.method != "random-k"
+        or terms.fraction < MIN_MASKED_FRACTION
+        or plan.privacy is not None
+    ):
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan sends {terms.text}, and a masked update without "
+            f"noise sends all coordinates, or random-k of at least {MIN_MASKED_FRACTION:g}",
+            remedy="use --compress random-k on the server, with a larger --compress-fraction",
         )
     if plan.held_out_fraction:
         raise MaskingTooWeak(
@@ -60,14 +74,14 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             remedy=f"set secure.min_members = {secure.min_members} on the server, which then waits "
             "for as many (and --cohort-size no lower); or lower it on the device",
         )
-    terms, num_invited = plan.privacy, plan.num_invited
-    if terms is not None and num_invited is not None:
+    privacy, num_invited = plan.privacy, plan.num_invited
+    if privacy is not None and num_invited is not None:
         least = ceil_fraction(secure.corrupted, num_invited)
-        if terms.min_colluding < least:
+        if privacy.min_colluding < least:
             raise MaskingTooWeak(
-                f"{name}, round {plan.round}: the noise counts on {terms.min_colluding} colluding "
-                f"devices in a session, this device on {least} of {num_invited}, who may all be in "
-                "one session",
+                f"{name}, round {plan.round}: the noise counts on {privacy.min_colluding} "
+                f"colluding devices in a session, this device on {least} of {num_invited}, who may "
+                "all be in one session",
                 remedy="raise secure.corrupted on the server, or lower it on the device",
             )
     if plan.quota > MAX_REPEATED:

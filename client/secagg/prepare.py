@@ -16,6 +16,7 @@ from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.trainer.trainer import Trainer
+from headwater.common.compression_terms import num_masked
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.secagg.masked_numbers import numbers_of
@@ -161,7 +162,7 @@ def participant_of(
         round=plan.round,
         model_digest=model_digest,
         plan_digest=plan_digest(plan),
-        num_values=trainer.image.layout.num_parameters,
+        num_values=num_masked(plan.compression, trainer.image.layout.num_parameters),
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(model_digest, examples),
         examples=examples,

@@ -6,9 +6,9 @@ numbers times the finer of both steps. Such numbers add without rounding: a devi
 rounds gets the sum of their differences in little more than the bytes of one, and reaches the same
 bits as a device that took them one by one.
 
-A step is at most 1/16 of the block's largest movement in the round and at least 2^-23 of its
+A step is at most 2/15 of the block's largest movement in the round and at least 2^-23 of its
 largest coordinate, so that float32 holds every multiple that occurs. A round's movement then takes
-6 bits for each coordinate; a movement twice as large takes one bit more. A model is off by half a
+5 bits for each coordinate; a movement twice as large takes one bit more. A model is off by half a
 step, and the next round's movement makes up for it.
 
 A piece of up to ``CHUNK`` coordinates is the exponents of its blocks (int8), their widths in bits
@@ -27,10 +27,10 @@ from headwater.common.errors import CorruptUpdate
 Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-LEVELS = 31
+LEVELS = 15
 """Steps of the largest movement in a round, at most."""
-FIRST_LEVELS = 2047
-"""The same of the first model, which moves from zero: 12 bits for each coordinate."""
+FIRST_LEVELS = 255
+"""The same of the first model, which moves from zero: 9 bits for each coordinate."""
 PRECISION_BITS = 23
 MAX_WIDTH = 52
 """Bits of a number: float64 adds such numbers without rounding."""

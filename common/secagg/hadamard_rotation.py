@@ -180,18 +180,24 @@ def device_spread(
 
 
 def follow_bounds(
-    bounds: NDArray[np.float32], *, block_rms: NDArray[np.float64], spread: float, clipped: float
+    bounds: NDArray[np.float32],
+    *,
+    block_rms: NDArray[np.float64],
+    spread: float,
+    clipped: float,
+    room: float = 1.0,
 ) -> NDArray[np.float32]:
     """Return the next round's bounds, from the RMS of each block of the mean.
 
     A bound is 5 x ``spread`` x the block's RMS, where a block's RMS counts as at least a sixteenth
     of the whole vector's. If more than 1e-5 of the coordinates were clipped (``clipped`` is that
     fraction), the bounds double instead, up to 8 times that. A mean of zero changes nothing.
+    ``room`` is how many times larger the next sum may be.
     """
     whole = math.sqrt(float(np.mean(np.square(block_rms))))
     if not whole:
         return bounds
-    target = BOUND_FACTOR * spread * np.maximum(block_rms, MIN_RMS_FRACTION * whole)
+    target = room * BOUND_FACTOR * spread * np.maximum(block_rms, MIN_RMS_FRACTION * whole)
     if clipped > MAX_CLIPPED_FRACTION:
         target = np.clip(2.0 * bounds, target, MAX_GROWTH * target)
     return np.clip(target, MIN_CLIP, MAX_CLIP).astype(np.float32)

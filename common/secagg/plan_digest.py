@@ -35,6 +35,7 @@ def plan_digest(plan: Plan) -> bytes:
             "none" if plan.algorithm is None else f"algorithm {plan.algorithm}",
             float(plan.held_out_fraction).hex(),
             "no noise" if plan.privacy is None else f"noise {plan.privacy.text}",
+            "all coordinates" if plan.compression is None else f"sends {plan.compression.text}",
             "weighed by data" if plan.weigh_as is not None else "weighed by what is summed",
         )
     ).digest()

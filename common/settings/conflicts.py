@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headwater.common.compression_terms import MIN_MASKED_FRACTION
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.rounds import (
@@ -255,11 +256,18 @@ def _of_compression(
             "computed for updates that count in one round alone",
             remedy="leave out --compress, or the privacy; --compress-down goes with both",
         )
-    if secure.aggregation != "off":
+    if secure.aggregation != "off" and up != "random-k":
         yield SettingsError(
             f"--compress {up} encodes each update by itself, and masked updates are added in a "
             "ring",
-            remedy="use --ring-bits 16 instead of --compress",
+            remedy="use --ring-bits 16 instead of --compress, or --compress random-k, which sends "
+            "the same coordinates of all",
+        )
+    if secure.aggregation != "off" and compression.fraction < MIN_MASKED_FRACTION:
+        yield SettingsError(
+            f"--compress-fraction {compression.fraction:g}: devices mask at least "
+            f"{MIN_MASKED_FRACTION:g} of the coordinates",
+            remedy=f"use {MIN_MASKED_FRACTION:g} or more",
         )
     if up not in ("top-k", "random-k"):
         return

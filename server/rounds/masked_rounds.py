@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.settings.schema import Settings
@@ -30,6 +32,9 @@ from headwater.server.secagg.unmask_phase import UnmaskedSum
 log = logging.getLogger(__name__)
 
 MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it masked a false number"
+
+RANDOM_ROOM = 2.0
+"""What random-k leaves out grows in the first rounds: from the first to the second it doubles."""
 
 Exclude = Callable[[Mapping[str, str]], None]
 """Takes the clients that made a session fail, with the reasons."""
@@ -98,9 +103,10 @@ class MaskedRounds:
                 whole=cohort if len(groups) > 1 else None,
             )
 
+        num_values = self.image.layout.num_parameters
         bounds = None
         if chosen.ring_bits != 32:
-            bounds = self._encoding.block_bounds(self.image.layout.num_parameters)
+            bounds = self._encoding.block_bounds(cohort.num_masked(num_values))
 
         def run_session(group: ReadyCohort) -> UnmaskedSum:
             unmasked = sum_masked(
@@ -123,7 +129,12 @@ class MaskedRounds:
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
-        done, self._encoding = decode_sum(sums.total(), self._encoding)
+        room = 1.0 if cohort.coding is None else RANDOM_ROOM
+        done, self._encoding = decode_sum(sums.total(), self._encoding, room=room)
+        if cohort.coding is not None:
+            mean_P = torch.zeros(num_values)
+            cohort.coding.positions(num_values).scatter_add(done.mean_P, mean_P)
+            done = replace(done, mean_P=mean_P)
         return done
 
     def to_json(self) -> dict[str, Any]:

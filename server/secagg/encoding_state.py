@@ -44,10 +44,12 @@ class EncodingState:
     """None before the first round with 16-bit values."""
 
     def block_bounds(self, num_values: int) -> NDArray[np.float32]:
-        """Return the bounds of a 16-bit encoding's blocks; initial ones before the first round."""
-        if self.bounds is not None:
-            return self.bounds
-        return first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
+        """Return the bounds of a 16-bit encoding's blocks; initial ones before the first round.
+
+        So are those of another number of values than before, as of another fraction of them.
+        """
+        initial = first_bounds(Rotation(seed=bytes(32), num_coordinates=num_values))
+        return initial if self.bounds is None or len(self.bounds) != len(initial) else self.bounds
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""
@@ -84,8 +86,12 @@ def check_numbers(unmasked: UnmaskedSum) -> None:
     )
 
 
-def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, EncodingState]:
+def decode_sum(
+    unmasked: UnmaskedSum, state: EncodingState, *, room: float = 1.0
+) -> tuple[RoundSum, EncodingState]:
     """Divide an unmasked sum by its weight; return it and the next round's encoding state.
+
+    ``room`` is how many times larger the next sum may be, for the blocks of a 16-bit encoding.
 
     Raises:
         NothingSummed: the weights add up to 0.
@@ -123,7 +129,7 @@ def decode_sum(unmasked: UnmaskedSum, state: EncodingState) -> tuple[RoundSum, E
         share = num_clipped / (num_devices * parameters.num_values)
         after = EncodingState(
             clip=state.clip,
-            bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share),
+            bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share, room=room),
         )
     round_sum = RoundSum(
         names=unmasked.survived,

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headwater.common.compression.encoding import Coding
 from headwater.common.compression.model_difference import SentModel
+from headwater.common.compression_terms import num_masked
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.privacy_terms import PrivacyTerms
@@ -50,6 +52,8 @@ class ReadyCohort:
     max_examples: int
     plan_digest: bytes
     privacy: PrivacyTerms | None = None
+    coding: Coding | None = None
+    """The random coordinates that are masked; None: all."""
 
     @staticmethod
     def of(
@@ -70,7 +74,12 @@ class ReadyCohort:
             max_examples=max((plans[name].max_examples for name in ready), default=1),
             plan_digest=plan_digest(next(iter(plans.values()))),
             privacy=next(iter(plans.values())).privacy,
+            coding=next(iter(plans.values())).coding,
         )
+
+    def num_masked(self, num_values: int) -> int:
+        """Return how many coordinates of a vector are masked."""
+        return num_masked(None if self.coding is None else self.coding.terms, num_values)
 
     def without(self, names: Iterable[str]) -> ReadyCohort:
         """Return the cohort without these clients."""
@@ -100,7 +109,7 @@ def setup_of(
     """
     limits = whole or cohort
     assert settings.aggregation != "off"
-    num_values = image.layout.num_parameters
+    num_values = cohort.num_masked(image.layout.num_parameters)
     seed = digest = None
     if settings.ring_bits != 32:
         seed = rotation_seed

@@ -14,8 +14,10 @@ from headwater.client.secagg.plan_policy import (
     most_planned,
 )
 from headwater.client.training.sampler import SamplerPosition, SamplerState
+from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
 from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings.schema import SecureSettings
 from tests.masked import plan
 
@@ -54,6 +56,30 @@ def test_a_masked_plan_is_answered_at_its_own_time_or_at_that_time_doubled(
 def test_a_plan_s_deadline_is_the_latest_time_of_its_answer() -> None:
     assert answer_after(plan(answer_seconds=5.0, deadline_seconds=4.0), 1.0) == 4.0
     assert answer_after(plan(), 3.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        CompressionTerms(method="int8"),
+        CompressionTerms(method="top-k"),
+        CompressionTerms(method="random-k", fraction=0.009),
+    ],
+)
+def test_a_device_masks_all_coordinates_or_enough_random_ones(terms: CompressionTerms) -> None:
+    chosen = plan(compression=terms)
+    with pytest.raises(MaskingTooWeak, match=f"sends {terms.method}"):
+        check_plan(chosen, SecureSettings(), name="0", told_examples=None)
+
+
+def test_a_device_masks_random_coordinates_under_the_plan_s_digest() -> None:
+    terms = CompressionTerms(method="random-k", fraction=0.05)
+    check_plan(plan(compression=terms), SecureSettings(), name="0", told_examples=None)
+    others = [None, terms.model_copy(update={"fraction": 0.06})]
+    others += [terms.model_copy(update={"feedback": False})]
+    digests = {plan_digest(plan(compression=one)) for one in (terms, *others)}
+    digests.add(plan_digest(plan(compression=terms, run_seed=plan().run_seed + 1)))
+    assert len(digests) == 5
 
 
 def test_a_device_that_requires_masks_refuses_a_plan_without_a_time_for_its_answer() -> None:

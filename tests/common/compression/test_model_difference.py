@@ -21,8 +21,8 @@ from headwater.common.model.vectors import CHUNK
 LENGTH = CHUNK + 1030
 METHODS: tuple[DifferenceMethod, ...] = ("bfloat16", "int8")
 # The part of a difference that its rounding may lose, of the largest in its block: int8 has steps
-# of at most 1/15.5 of it, and loses half a step.
-LOST = {"bfloat16": 2.0**-8, "int8": 1 / 31}
+# of at most 2/15 of it, and loses half a step.
+LOST = {"bfloat16": 2.0**-8, "int8": 1 / 15}
 
 
 def vector(seed: int) -> Tensor:

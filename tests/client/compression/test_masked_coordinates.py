@@ -1,0 +1,176 @@
+"""Random coordinates under masks: sums in the ring, and what is left over rounds and dropouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLabel
+from headwater.client.compression.residual_slots import ResidualsByCall
+from headwater.common.compression_terms import CompressionTerms
+from headwater.common.messages import Plan
+from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
+from tests.masked import plan as masked_plan
+
+P = 300
+EPS = 2.0**-24
+LARGEST = 8.0
+"""Above any coordinate of an update, in these tests."""
+
+
+def plan_of(number: int, counted: int | None, fraction: float) -> Plan:
+    terms = CompressionTerms(method="random-k", fraction=fraction)
+    return masked_plan(number, counted_round=counted, compression=terms)
+
+
+class Device:
+    """A device with random updates; it remembers what became of each."""
+
+    def __init__(self, name: str, random: np.random.Generator) -> None:
+        self.name, self._random = name, random
+        self._stored: dict[int, bytes] = {}
+        self.masked: str | None = None
+        self.counted: int | None = None
+        self.summed = np.zeros(P)
+        """The updates that were masked or are in the residual."""
+        self.sent = np.zeros(P)
+        """What was masked, whether it counted or not."""
+        self.update = torch.zeros(P)
+        self.sent_K = torch.zeros(0)
+
+    def feedback(self) -> ErrorFeedback:
+        """Return the device's residuals, as after a restart."""
+        stored = self._stored
+        slots = ResidualsByCall(
+            self.name, load=stored.get, save=stored.__setitem__, delete=stored.pop
+        )
+        return ErrorFeedback(slots, "0" * 64)
+
+    def train(self, plan: Plan, *, is_empty: bool = False) -> Tensor:
+        values = np.clip(self._random.standard_normal(P), -LARGEST, LARGEST).astype(np.float32)
+        self.update = torch.zeros(P) if is_empty else torch.from_numpy(values)
+        label = MaskedLabel(update_id=f"round {plan.round}", model="", num_planned_before=0)
+        self.sent_K = self.feedback().gather(
+            self.update.clone(),
+            plan,
+            is_empty=is_empty,
+            label=label,
+            was_masked=lambda one: one.update_id == self.masked,
+        )
+        return self.sent_K
+
+    def mask(self, plan: Plan) -> None:
+        self.masked = f"round {plan.round}"
+        self.summed += self.update.double().numpy()
+        self.sent += scattered(self.sent_K, plan).double().numpy()
+
+    def left(self) -> Tensor:
+        """Return what the last masked update left, as a plan with all coordinates sends it."""
+        everything = plan_of(10**6, self.counted, 1.0)
+        label = MaskedLabel(update_id="last", model="", num_planned_before=0)
+        return self.feedback().gather(
+            torch.zeros(P),
+            everything,
+            is_empty=False,
+            label=label,
+            was_masked=lambda one: one.update_id == self.masked,
+        )
+
+
+def scattered(values_K: Tensor, plan: Plan) -> Tensor:
+    assert plan.coding is not None
+    values_P = torch.zeros(P)
+    plan.coding.positions(P).scatter_add(values_K, values_P)
+    return values_P
+
+
+@given(
+    fates=st.lists(
+        st.lists(
+            st.sampled_from(["counts", "dropped before", "dropped after", "empty"]),
+            min_size=3,
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    fraction=st.sampled_from([0.01, 0.2, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_what_was_masked_and_what_is_left_are_all_updates_over_dropouts_and_restarts(
+    fates: list[list[str]], fraction: float, seed: int
+) -> None:
+    """Each session's sum in the ring is the clear sum of the survivors, to the ring's rounding."""
+    random = np.random.default_rng(seed)
+    devices = [Device(str(n), random) for n in range(3)]
+    for number, row in enumerate(fates, start=1):
+        survivors = []
+        plan = plan_of(number, None, fraction)
+        for device, fate in zip(devices, row, strict=True):
+            plan = plan_of(number, device.counted, fraction)
+            device.train(plan, is_empty=fate == "empty")
+            if fate != "dropped before":
+                device.mask(plan)
+            if fate in ("counts", "empty"):
+                survivors.append(device)
+                device.counted = number
+        most = LARGEST * (number + 1)  # a coordinate waits for all rounds at most
+        encoding = plan_encoding(max_weight=3, clip=most)
+        ring_K = np.zeros(len(devices[0].sent_K), dtype=np.uint32)
+        clear_K = np.zeros(len(ring_K))
+        for device in survivors:
+            clear_K += device.sent_K.double().numpy()
+            ring_K += encode_in_place(device.sent_K, weight=1, encoding=encoding)[0]
+        error = np.abs(decode(ring_K, encoding) - clear_K).max(initial=0.0)
+        assert error <= len(survivors) * 2.0 ** -(encoding.scale_bits + 1)
+    for device in devices:
+        # Each round adds once in float32, to numbers of at most LARGEST per round.
+        bound = len(fates) ** 2 * LARGEST * EPS
+        total = device.sent + device.left().double().numpy()
+        assert np.abs(total - device.summed).max() <= bound
+
+
+def test_what_was_masked_is_not_masked_again_though_it_did_not_count() -> None:
+    device = Device("pi", np.random.default_rng(0))
+    plan = plan_of(1, None, 0.2)
+    sent_K = device.train(plan).clone()
+    device.mask(plan)
+    again_P = scattered(device.train(plan_of(1, None, 1.0)), plan_of(1, None, 1.0)) - device.update
+    assert plan.coding is not None
+    at = plan.coding.positions(P).positions(0, len(sent_K))
+    # In float32 a number that was added and subtracted again is off by a rounding.
+    assert again_P[at].abs().max() <= LARGEST * EPS
+    assert again_P.abs().max() > 0.1
+
+
+def test_an_update_that_entered_no_session_leaves_the_residual_before() -> None:
+    device = Device("pi", np.random.default_rng(0))
+    device.train(first := plan_of(1, None, 0.2))
+    device.mask(first)
+    device.counted = 1
+    before = device.left().clone()
+    device.train(plan_of(2, 1, 0.2))  # the session is aborted while keys are exchanged
+    assert torch.equal(device.left(), before)
+
+
+def test_a_residual_that_overflows_is_kept_and_zeros_are_sent() -> None:
+    """A refusal would tell the server something of the examples."""
+    device = Device("pi", np.random.default_rng(0))
+    device.train(first := plan_of(1, None, 0.2))
+    device.mask(first)
+    device.counted = 1
+    before = device.left().clone()
+    label = MaskedLabel(update_id="round 2", model="", num_planned_before=0)
+    sent_K = device.feedback().gather(
+        torch.full((P,), torch.inf),
+        plan_of(2, 1, 0.2),
+        is_empty=False,
+        label=label,
+        was_masked=lambda one: one.update_id == device.masked,
+    )
+    assert not sent_K.any()
+    device.masked, device.counted = "round 2", 2
+    assert torch.equal(device.left(), before)
