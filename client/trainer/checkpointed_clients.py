@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import time
 
 from headwater.client.memory.activation_checkpointing import (
     Choice,
@@ -56,6 +58,8 @@ class CheckpointedClients:
         """
         self.pass_memory: PassMemory | None = None
         """The measured pass of one example; None if memory was not short."""
+        self.pass_seconds: float | None = None
+        """The seconds of that pass; None without one, or if its gradient was not finite."""
         self._image = image
         self._choices: dict[str, Choice | None] = {}
         self._is_measured = False
@@ -139,7 +143,11 @@ class CheckpointedClients:
         one_pass = functools.partial(
             measured_pass, rest_bytes=rest, meter=PeakMeter(), cheap_bytes=found.cheap
         )
+        begun, begun_cpu = time.monotonic(), time.process_time()
         self.pass_memory = measured = try_examples(context, one_pass)
+        seconds = min(time.monotonic() - begun, time.process_time() - begun_cpu)
+        if measured is not None and math.isfinite(context.accumulator.gradient_norm()):
+            self.pass_seconds = seconds
         context.accumulator.zero()
         if measured is None:
             return

@@ -3,7 +3,8 @@
 The gradients are added in the accumulator, so the check takes the memory of a training pass of as
 many examples as it compares, and no second vector. A large or slow model is compared on two
 examples instead of four, and without gradients if two are predicted not to fit. Of a model that
-takes seconds for an example no more examples are looked at than these two.
+takes seconds for an example no more examples are looked at than these two; and they pass forward
+alone if an example has passed backward already, when its memory was measured.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class CheckReport:
     """The examples that a forward pass may take at a time."""
 
 
-def check_task(context: TrainingContext) -> CheckReport:
+def check_task(context: TrainingContext, *, pass_seconds: float | None = None) -> CheckReport:
     """Check that the task runs on real examples, and that what it returns is a sum.
 
-    If one example alone does not fit in memory, activation checkpointing is switched on. The
+    ``pass_seconds`` is what an example took that passed backward already, with a finite gradient;
+    None: none has. If one example alone does not fit in memory, activation checkpointing is switched on. The
     accumulator's vector is zero afterwards.
 
     Raises:
@@ -72,7 +74,7 @@ def check_task(context: TrainingContext) -> CheckReport:
         TaskNotAdditive, BuffersChanged: see ``headwater.common.additivity.comparison``.
         OutOfMemory: one example alone does not fit.
     """
-    room, name, is_switched_on = _Room(context), context.name, False
+    room, name, is_switched_on = _Room(context, pass_seconds or 0.0), context.name, False
     does_not_fit = f"{name}: one example alone does not fit in memory{room.text}"
     while True:
         try:
@@ -100,7 +102,8 @@ def _switch_on(context: TrainingContext) -> bool:
 def _checked(context: TrainingContext, room: _Room) -> CheckReport:
     task, model, examples = context.task, context.image.model, context.examples
     with as_it_was(model):
-        singles = SingleExamples(task, model, ExampleCache(task, examples))
+        cache = ExampleCache(task, examples)
+        singles = SingleExamples(task, model, cache, has_gradients=not room.is_slow)
         comparison = Comparison(singles)
         lengths = context.lengths
         tried = range(len(examples)) if lengths is None else lengths.sample
@@ -178,19 +181,20 @@ def _all_failed(
 class _Room:
     """The memory and time that trial passes may take, from what the passes so far took."""
 
-    def __init__(self, context: TrainingContext) -> None:
+    def __init__(self, context: TrainingContext, pass_seconds: float) -> None:
+        """Take what one example took before, 0 if that is unknown."""
         release_freed_memory()
         self._context, self._memory = context, context.memory
         self._rest_bytes = resident_bytes()
         self._peak = PeakMeter()
         self._begun, self._begun_cpu = time.monotonic(), time.process_time()
-        self._seconds_each = 0.0
+        self._seconds_each = self._least_seconds = pass_seconds
 
     def may_add(self, num_examples: int) -> bool:
         """Return whether to compare so many examples' gradients; one fewer has passed alone."""
         # On a busy machine passes take longer than their CPU time, on several cores less.
         seconds = time.monotonic() - self._begun, time.process_time() - self._begun_cpu
-        self._seconds_each = min(seconds) / (num_examples - 1)
+        self._seconds_each = max(min(seconds) / (num_examples - 1), self._least_seconds)
         is_fast = num_examples == 2 or self._seconds_each * num_examples <= MAX_SECONDS
         return is_fast and self.may_train_on(num_examples)
 

@@ -106,19 +106,19 @@ class Comparison:
             TaskNotAdditive, TaskFailed: see ``Comparison``.
         """
         size = len(group)
-        total = self._singles.gradient_norm
         if with_gradients:
+            total = self._singles.gradient_norm
             together = self._together(
                 lambda: self._singles.backward(self._cache.batch(group), sign=-1.0), group
             )
         else:
             together = self._together(lambda: self._forward(self._cache, group), group)
-        gap = self._singles.gradient_norm
         try:
             compare(together, [self._singles.sums[p] for p in group], size=size)
             if with_gradients:
                 # The gradient of a single example is at most as long as the two sums around it.
                 length = math.fsum(2 * norm for norm in self._singles.norms)
+                gap = self._singles.gradient_norm
                 compare_gradients(gap=gap, total=total, length=length, size=size)
         except TaskNotAdditive as error:
             self._explain(error, group)

@@ -53,8 +53,13 @@ class SingleExamples:
     its draws differ from call to call.
     """
 
-    def __init__(self, task: Task, model: nn.Module, cache: ExampleCache) -> None:
-        """Take the model in training mode; its gradients, if it has any, are set to zero."""
+    def __init__(
+        self, task: Task, model: nn.Module, cache: ExampleCache, *, has_gradients: bool = True
+    ) -> None:
+        """Take the model in training mode; its gradients, if it has any, are set to zero.
+
+        Without ``has_gradients`` no example passes backward.
+        """
         self.sums: dict[int, Sums] = {}
         """The sums of each example that could be trained on, whose gradients are in ``grad``."""
         self.norms: list[float] = []
@@ -62,8 +67,8 @@ class SingleExamples:
         self.faults: dict[int, ExampleFault] = {}
         self.is_random = False
         """Whether the loss draws random numbers in evaluation mode too."""
-        self.has_gradients = True
-        """Whether the gradients of all examples are in ``grad``; else only the first one's."""
+        self.has_gradients = has_gradients
+        """Whether the gradients of all examples are in ``grad``; else at most the first one's."""
         self.task, self.model, self.cache = task, model, cache
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         zero_gradients(self._parameters)
@@ -100,7 +105,7 @@ class SingleExamples:
                 return
             is_permitted = may_add(num_next)
             if num_next == 2:
-                self.has_gradients = is_permitted
+                self.has_gradients = self.has_gradients and is_permitted
             elif not is_permitted:
                 return
 
@@ -111,11 +116,11 @@ class SingleExamples:
         try:
             batch = self.cache.batch([position])
             before = random_state()
-            sums = self.backward(batch, sign=1.0) if self.has_gradients else self.forward(batch)
+            sums = self._passed(batch)
             if random_state() != before and self.model.training and not self.is_random:
                 self._switch_mode(position)
                 self.restart()
-                sums = self.backward(self.cache.batch([position]), sign=1.0)
+                sums = self._passed(self.cache.batch([position]))
             fault = None if math.isfinite(sums.loss) else loss_fault(self.cache.batch([position]))
         except (HeadwaterError, MemoryError):
             raise
@@ -123,7 +128,7 @@ class SingleExamples:
             if is_allocation_failure(error):
                 raise MemoryError(str(error)) from error
             fault = exception_fault(error)
-        norm = self.gradient_norm
+        norm = self.gradient_norm if self.has_gradients else 0.0
         if fault is None and not math.isfinite(norm):
             fault = GRADIENT_FAULT
         if fault is not None:
@@ -152,11 +157,18 @@ class SingleExamples:
         zero_gradients(self._parameters)
         self.norms = []
         for position in self.sums:
-            self.sums[position] = self.backward(self.cache.batch([position]), sign=1.0)
-            self.norms.append(self.gradient_norm)
+            self.sums[position] = self._passed(self.cache.batch([position]))
+            self.norms.append(self.gradient_norm if self.has_gradients else 0.0)
+
+    def _passed(self, batch: Any) -> Sums:
+        return self.backward(batch, sign=1.0) if self.has_gradients else self.forward(batch)
 
     def forward(self, batch: Any) -> Sums:
-        """Return the sums of a batch, without gradients."""
+        """Return the sums of a batch, without gradients.
+
+        Raises:
+            BuffersChanged: see ``backward``.
+        """
         with torch.no_grad():
             return self._sums(batch)[1]
 
@@ -166,20 +178,20 @@ class SingleExamples:
         Raises:
             BuffersChanged: the forward pass changed a buffer or a frozen parameter.
         """
-        before = [(name, tensor, tensor._version) for name, tensor in constants_of(self.model)]
         loss, sums = self._sums(batch)
-        now = dict(constants_of(self.model))
-        for name, tensor, version in before:
-            if now.get(name) is not tensor or tensor._version != version:
-                kind = kind_of(tensor)
-                raise BuffersChanged(f"a forward pass in training changed {kind} {name}")
         if math.isfinite(sums.loss):
             with adding_in_place():
                 (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
         return sums
 
     def _sums(self, batch: Any) -> tuple[Tensor, Sums]:
+        before = [(name, tensor, tensor._version) for name, tensor in constants_of(self.model)]
         loss, weight, metrics = loss_sum(self.task, self.model, batch)
+        now = dict(constants_of(self.model))
+        for name, tensor, version in before:
+            if now.get(name) is not tensor or tensor._version != version:
+                kind = kind_of(tensor)
+                raise BuffersChanged(f"a forward pass in training changed {kind} {name}")
         sums = Sums(loss.item(), weight, metrics)
         for name, value in metrics.items():
             if math.isfinite(sums.loss) and not math.isfinite(value):

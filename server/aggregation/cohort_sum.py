@@ -60,7 +60,10 @@ class CohortSum:
 
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
-        self._sum_P: NDArray[np.int64] = np.zeros(layout.num_parameters, dtype=np.int64)
+        # Written, not only reserved: for a large model the kernel takes seconds to find the pages,
+        # here while the first devices still check their tasks.
+        self._sum_P: NDArray[np.int64] = np.full(layout.num_parameters, 0, dtype=np.int64)
+        self._is_new = True
         self._scale_bits = [0] * len(layout.spans)
         self._opened_bits = (0,) * len(layout.spans)
         self._largest = [FIRST_LARGEST_MEAN] * len(layout.spans)
@@ -89,7 +92,9 @@ class CohortSum:
         ``planned_weight`` scales the guess for the first round only, when no sum is known yet.
         ``scale_bits`` fixes f for all tensors: a sum with noise must not depend on earlier sums.
         """
-        self._sum_P.fill(0)
+        if not self._is_new:
+            self._sum_P.fill(0)
+        self._is_new = False
         self.weight = 0
         self.num_shifts = 0
         self._bounds = [0.0] * len(self._largest)

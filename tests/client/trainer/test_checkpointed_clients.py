@@ -27,6 +27,8 @@ FAST = [
 class Deep:
     """Nine layers, which can be computed again."""
 
+    scale = 1.0
+
     def new_model(self) -> nn.Module:
         return nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
 
@@ -34,7 +36,7 @@ class Deep:
         return TensorDataset(torch.ones(8, 65536, 4))
 
     def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-        return model(batch[0]).sum(), len(batch[0])
+        return (model(batch[0]).sum() * 1e-38).mul(self.scale).mul(1e38), len(batch[0])
 
 
 @pytest.fixture
@@ -45,13 +47,16 @@ def mallopt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return called
 
 
-def fit(limit_over_rest: float) -> None:
+def fit(limit_over_rest: float) -> CheckpointedClients:
     limit = int(limit_over_rest * resident_bytes())
     memory = ProcessMemory(lambda: limit)
     task = Deep()
     data = task.train_examples(data=None, part=0, num_parts=1)
     context = training_context(task, data, memory=memory)
-    CheckpointedClients(context.image).fit(context)
+    clients = CheckpointedClients(context.image)
+    clients.fit(context)
+    assert not context.accumulator.values_P.any()
+    return clients
 
 
 def test_a_model_that_takes_most_of_the_limit_is_measured_in_a_heap_without_holes(
@@ -59,6 +64,17 @@ def test_a_model_that_takes_most_of_the_limit_is_measured_in_a_heap_without_hole
 ) -> None:
     fit(1.5)
     assert mallopt == [*COMPACT, *FAST]  # and training is fast, as a plain pass fits
+
+
+def test_the_seconds_of_a_measured_pass_are_known_unless_its_gradient_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1e9)  # so a pass is measured
+    assert (fit(1.5).pass_seconds or 0.0) > 0.0
+    monkeypatch.setattr(Deep, "scale", 1e39)
+    clients = fit(1.5)
+    assert clients.pass_memory is not None
+    assert clients.pass_seconds is None
 
 
 def test_a_model_far_below_the_limit_leaves_the_heap_as_it_is(

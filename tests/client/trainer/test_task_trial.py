@@ -15,6 +15,7 @@ from headwater.client.trainer import task_trial
 from headwater.client.trainer.task_trial import CheckReport, check_task
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import (
+    BuffersChanged,
     NoFiniteExample,
     OutOfMemory,
     TaskFailed,
@@ -120,11 +121,42 @@ def test_a_slow_model_passes_once_backward_and_three_examples_forward(
             passed.append((torch.is_grad_enabled(), len(batch[0])))
             return super().loss_sum(model, batch)
 
-    monkeypatch.setattr(task_trial, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(task_trial, "MAX_SECONDS", 0.0)
     report = check_task(training_context(Noted(), examples(8)))
     assert passed == [(True, 1), (False, 1), (False, 2)]
     assert report.num_seen == 2
     assert any("were not compared" in note for note in report.notes)
+
+
+def test_a_slow_model_whose_pass_was_measured_passes_forward_alone() -> None:
+    passed: list[tuple[bool, int]] = []
+
+    class Noted(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            passed.append((torch.is_grad_enabled(), len(batch[0])))
+            return super().loss_sum(model, batch)
+
+    slow = task_trial.MAX_SECONDS + 1.0
+    report = check_task(training_context(Noted(), examples(8)), pass_seconds=slow)
+    assert passed == [(False, 1), (False, 1), (False, 2)]
+    assert report.num_seen == 2
+    assert any("were not compared" in note for note in report.notes)
+
+
+def test_a_buffer_that_a_forward_pass_changes_is_found_without_a_backward_pass() -> None:
+    class Counting(TwoLayers):
+        def new_model(self) -> nn.Module:
+            model = super().new_model()
+            model.register_buffer("calls", torch.zeros(1))
+            return model
+
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            model.get_buffer("calls").add_(1)
+            return super().loss_sum(model, batch)
+
+    slow = task_trial.MAX_SECONDS + 1.0
+    with pytest.raises(BuffersChanged, match="changed the buffer calls"):
+        check_task(training_context(Counting(), examples(8)), pass_seconds=slow)
 
 
 def test_a_mean_of_a_slow_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +165,7 @@ def test_a_mean_of_a_slow_model_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
             loss, weight = super().loss_sum(model, batch)
             return loss / weight, weight
 
-    monkeypatch.setattr(task_trial, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(task_trial, "MAX_SECONDS", 0.0)
     with pytest.raises(TaskNotAdditive, match="probably a mean"):
         check_task(training_context(Mean(), examples(8)))
 
