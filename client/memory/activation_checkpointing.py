@@ -172,9 +172,10 @@ class _CheckpointedForward:
         if self.extent is Recomputed.CHEAP:
             forward = plain or functools.partial(type(block).forward, block)
             return cheap_outputs.run(forward, args, kwargs)
-        if plain is None and type(block).forward is nn.Sequential.forward and len(args) == 1:
+        is_plain = plain is None and type(block).forward is nn.Sequential.forward
+        if isinstance(block, nn.Sequential) and is_plain and len(args) == 1:
             values = args[0]
-            for group in _groups(list(block.children())):
+            for group in _groups(list(block)):  # children() has an operation used twice once
                 in_sequence = functools.partial(_in_sequence, group)
                 values = recompute.run(in_sequence, (values,), {}, block=self._number)
             return values

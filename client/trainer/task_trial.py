@@ -65,8 +65,8 @@ def check_task(context: TrainingContext, *, pass_seconds: float | None = None) -
     """Check that the task runs on real examples, and that what it returns is a sum.
 
     ``pass_seconds`` is what an example took that passed backward already, with a finite gradient;
-    None: none has. If one example alone does not fit in memory, activation checkpointing is switched on. The
-    accumulator's vector is zero afterwards.
+    None: none has. If one example alone does not fit in memory, activation checkpointing is
+    switched on. The accumulator's vector is zero afterwards.
 
     Raises:
         TaskFailed: every example that was tried raised, or examples raise together.

@@ -20,7 +20,7 @@ from headwater.client.local_training.local_update import (
     sum_gradients,
 )
 from headwater.client.local_training.local_work import ClientAlgorithm
-from headwater.client.memory.embedding_rows import add_rows_in_place
+from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -83,7 +83,7 @@ class Trainer:
         self.image = self._built(seed=seed, within=functools.partial(built_within, lowest))
         self.loaded_model = LoadedModel(self.image)
         self.accumulator = Accumulator(self.image)
-        add_rows_in_place(self.image.model)
+        add_in_place(self.image.model)
         self.progress = TrainingProgress()
         self.stop_requested = threading.Event()
         """Set when the device is to stop: training ends early, and the sum so far is sent."""

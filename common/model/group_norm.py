@@ -36,21 +36,28 @@ def replace_batch_norm_by_group_norm(model: nn.Module) -> dict[str, GroupNormArg
     value is always normalised to zero.
     """
     replaced: dict[str, GroupNormArguments] = {}
+    layers: dict[nn.Module, nn.GroupNorm] = {}
     for prefix, module in list(model.named_modules()):
-        for name, child in list(module.named_children()):
+        for name, child in list(module._modules.items()):  # a layer that is used twice comes twice
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                channels = child.num_features
-                max_groups = 1 if isinstance(child, nn.BatchNorm1d) else min(32, channels)
-                groups = max(g for g in range(1, max_groups + 1) if channels % g == 0)
-                arguments = GroupNormArguments(
-                    num_groups=groups, num_channels=channels, eps=child.eps, affine=child.affine
-                )
-                norm = arguments.layer()
-                if child.affine:
-                    norm.load_state_dict({"weight": child.weight, "bias": child.bias})
-                setattr(module, name, norm)
+                arguments = _arguments_of(child)
+                if child not in layers:
+                    layers[child] = arguments.layer()
+                    if child.affine:
+                        values = {"weight": child.weight, "bias": child.bias}
+                        layers[child].load_state_dict(values)
+                setattr(module, name, layers[child])
                 replaced[f"{prefix}.{name}" if prefix else name] = arguments
     return replaced
+
+
+def _arguments_of(layer: nn.modules.batchnorm._BatchNorm) -> GroupNormArguments:
+    channels = layer.num_features
+    max_groups = 1 if isinstance(layer, nn.BatchNorm1d) else min(32, channels)
+    groups = max(g for g in range(1, max_groups + 1) if channels % g == 0)
+    return GroupNormArguments(
+        num_groups=groups, num_channels=channels, eps=layer.eps, affine=layer.affine
+    )
 
 
 def replay(model: nn.Module, replaced: Mapping[str, GroupNormArguments]) -> None:
@@ -59,6 +66,7 @@ def replay(model: nn.Module, replaced: Mapping[str, GroupNormArguments]) -> None
     Raises:
         ModelMismatch: the model has no BatchNorm of this name and number of channels.
     """
+    layers: dict[nn.Module, nn.GroupNorm] = {}
     for name, arguments in replaced.items():
         try:
             layer: nn.Module | None = model.get_submodule(name)
@@ -71,4 +79,5 @@ def replay(model: nn.Module, replaced: Mapping[str, GroupNormArguments]) -> None
                 f"the saved model has a GroupNorm of {channels} channels in place of a BatchNorm "
                 f"{name}; the task's model has {layer or 'no such layer'}"
             )
-        model.set_submodule(name, arguments.layer())
+        assert layer is not None
+        model.set_submodule(name, layers.setdefault(layer, arguments.layer()))

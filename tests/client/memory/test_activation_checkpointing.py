@@ -103,6 +103,11 @@ def shared() -> nn.Module:
     return nn.Sequential(block, nn.Tanh(), block, nn.Linear(6, 1))
 
 
+def shared_operations(depth: int) -> nn.Module:
+    operations = [nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(*operations * depth, nn.Linear(6, 1))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "mlp in context": mlp_in_place,
@@ -112,6 +117,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "no container": Plain,
     "nested": nested,
     "a block twice": shared,
+    "operations twice": lambda: shared_operations(2),
+    "operations nine times": lambda: shared_operations(9),
 }
 
 

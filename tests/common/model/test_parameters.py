@@ -18,7 +18,7 @@ from headwater.common.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from headwater.common.model.group_norm import replace_batch_norm_by_group_norm
+from headwater.common.model.group_norm import replace_batch_norm_by_group_norm, replay
 from headwater.common.model.parameters import (
     ModelImage,
     build_model,
@@ -193,6 +193,19 @@ def test_the_groups_are_the_largest_divisor_up_to_32(channels: int, groups: int)
     replace_batch_norm_by_group_norm(model)
     assert isinstance(model[0], nn.GroupNorm)
     assert model[0].num_groups == groups
+
+
+def test_a_batch_norm_that_is_used_twice_becomes_one_group_norm_and_is_replayed_as_one() -> None:
+    def new_model() -> nn.Sequential:
+        norm = nn.BatchNorm2d(4)
+        return nn.Sequential(norm, nn.ReLU(), nn.Sequential(nn.ReLU(), norm))
+
+    model, again = new_model(), new_model()
+    replaced = replace_batch_norm_by_group_norm(model)
+    replay(again, replaced)
+    for one in (model, again):
+        assert isinstance(one[0], nn.GroupNorm)
+        assert one[0] is one.get_submodule("2.1")
 
 
 @pytest.mark.parametrize("channels", [2, 8, 32, 64])

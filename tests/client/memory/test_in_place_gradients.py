@@ -1,4 +1,7 @@
-"""A large embedding adds its gradient by rows: the same bits, and no gradient of the table."""
+"""Large layers add their gradients in place, and no gradient of the whole weight is made.
+
+An embedding adds rows, with the same bits; a linear layer's product adds up to the same sum.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from torch.autograd.graph import Node
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwater.client.memory import embedding_rows
+from headwater.client.memory import in_place_gradients
 from headwater.client.memory.activation_checkpointing import Recomputed, switch_on
-from headwater.client.memory.embedding_rows import add_rows_in_place
+from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 
 WORDS = torch.tensor([[3, 3, 1], [0, 3, 6]])
@@ -22,7 +25,7 @@ WORDS = torch.tensor([[3, 3, 1], [0, 3, 6]])
 
 @pytest.fixture(autouse=True)
 def _all_tables_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_rows, "LEAST_BYTES", 0)
+    monkeypatch.setattr(in_place_gradients, "LEAST_TABLE_BYTES", 0)
 
 
 def table(padding: int | None = None) -> nn.Embedding:
@@ -51,7 +54,7 @@ def test_the_sum_has_the_same_bits_and_no_gradient_of_the_whole_table(padding: i
     plain, rows = table(padding), table(padding)
     whole: list[Tensor | None] = []
     loss_of(plain).backward()  # type: ignore[no-untyped-call]
-    add_rows_in_place(rows)
+    add_in_place(rows)
     adder = accumulator_of(rows.weight)
     adder.register_prehook(lambda grads: whole.extend(grads))
     with adding_in_place():
@@ -86,7 +89,7 @@ def test_a_table_whose_block_is_computed_again_has_no_whole_gradient(extent: Rec
         for parameter in one.parameters():
             parameter.grad = torch.zeros_like(parameter)
     loss_of(plain).backward()  # type: ignore[no-untyped-call]
-    add_rows_in_place(model)
+    add_in_place(model)
     assert switch_on(model, dict.fromkeys(range(2), extent))
     loss = loss_of(model)
     with adding_in_place(), LargestMade() as made:  # type: ignore[no-untyped-call]
@@ -101,7 +104,7 @@ def test_a_table_whose_block_is_computed_again_has_no_whole_gradient(extent: Rec
 def test_a_hook_on_the_table_changes_its_gradient() -> None:
     """Such as one that trains the rows of new words alone."""
     plain, rows = table(), table()
-    add_rows_in_place(rows)
+    add_in_place(rows)
     for one in (plain, rows):
         one.weight.register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
         with adding_in_place():
@@ -115,7 +118,7 @@ def test_a_hook_after_the_addition_is_called() -> None:
     one = table()
     called: list[Tensor] = []
     one.weight.register_post_accumulate_grad_hook(called.append)  # type: ignore[no-untyped-call]
-    add_rows_in_place(one)
+    add_in_place(one)
     with adding_in_place():
         loss_of(one).backward()  # type: ignore[no-untyped-call]
     assert len(called) == 1
@@ -124,14 +127,14 @@ def test_a_hook_after_the_addition_is_called() -> None:
 def test_the_words_may_be_given_by_name() -> None:
     one = table()
     expected = one(input=WORDS)
-    add_rows_in_place(one)
+    add_in_place(one)
     assert torch.equal(one(input=WORDS), expected)
 
 
 def test_elsewhere_the_gradient_is_returned() -> None:
     one = table()
     (expected,) = torch.autograd.grad(loss_of(one), one.weight)
-    add_rows_in_place(one)
+    add_in_place(one)
     (found,) = torch.autograd.grad(loss_of(one), one.weight)
     assert torch.equal(found, expected)
 
@@ -145,7 +148,7 @@ def test_gradients_of_many_devices_at_once_are_the_same() -> None:
         return found.pow(3).sum()
 
     expected = vmap(grad(loss), in_dims=(None, 0))(weight_VD, WORDS)
-    add_rows_in_place(one)
+    add_in_place(one)
     assert torch.equal(vmap(grad(loss), in_dims=(None, 0))(weight_VD, WORDS), expected)
 
 
@@ -159,13 +162,13 @@ def test_gradients_of_many_devices_at_once_are_the_same() -> None:
     ],
 )
 def test_other_tables_are_left_as_they_are(one: nn.Module) -> None:
-    add_rows_in_place(one)
+    add_in_place(one)
     assert "forward" not in vars(one)
 
 
 def test_a_deep_copy_adds_to_its_own_gradient() -> None:
     one = table()
-    add_rows_in_place(one)
+    add_in_place(one)
     assert one.weight.grad is not None
     before = one.weight.grad.clone()
     two = copy.deepcopy(one)
@@ -174,3 +177,106 @@ def test_a_deep_copy_adds_to_its_own_gradient() -> None:
         loss_of(two).backward()  # type: ignore[no-untyped-call]
     assert torch.equal(one.weight.grad, before)
     assert two.weight.grad.any()
+
+
+def linear(*, has_bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    torch.manual_seed(3)
+    one = nn.Linear(3, 5, bias=has_bias, dtype=dtype)
+    for parameter in one.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return one
+
+
+@pytest.fixture
+def _all_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place_gradients, "LEAST_LINEAR_BYTES", 0)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3), (0, 3)])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_linear_layer_adds_the_gradient_that_torch_adds(
+    shape: tuple[int, ...], has_bias: bool, is_leaf: bool
+) -> None:
+    plain, mine = linear(has_bias=has_bias), linear(has_bias=has_bias)
+    add_in_place(mine)
+    torch.manual_seed(4)
+    data = torch.randn(shape, dtype=torch.float64)
+    of_inputs: list[Tensor | None] = []
+    whole: list[Tensor | None] = []
+    adder = accumulator_of(mine.weight)
+    adder.register_prehook(lambda grads: whole.extend(grads))
+    for one in (plain, mine):
+        inputs = data.clone().requires_grad_(not is_leaf)
+        with adding_in_place():
+            one(inputs).pow(3).sum().backward()
+        of_inputs.append(inputs.grad)
+    assert whole == [None]
+    for expected, found in zip(plain.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    if not is_leaf:
+        torch.testing.assert_close(*of_inputs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+def test_a_linear_layer_that_is_used_twice_and_computed_again_adds_both_parts() -> None:
+    torch.manual_seed(5)
+    shared = nn.Linear(4, 4, dtype=torch.float64)
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh())
+    mine = copy.deepcopy(plain)
+    for one in (plain, mine):
+        for parameter in one.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    add_in_place(mine)
+    assert switch_on(mine)
+    inputs = torch.randn(3, 4, dtype=torch.float64)
+    for one in (plain, mine):
+        with adding_in_place():
+            one(inputs).pow(2).sum().backward()
+    for expected, found in zip(plain.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+def test_second_derivatives_autocast_and_devices_at_once_are_as_without() -> None:
+    plain, mine = linear(dtype=torch.float32), linear(dtype=torch.float32)
+    add_in_place(mine)
+    inputs = torch.randn(4, 3, requires_grad=True)
+
+    def penalty(one: nn.Linear) -> tuple[Tensor, ...]:
+        (slope,) = torch.autograd.grad(one(inputs).pow(3).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(slope.pow(2).sum(), one.weight)
+
+    def cast(one: nn.Linear) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found: Tensor = one(inputs)
+        return found
+
+    def loss(weight_ED: Tensor, row_D: Tensor) -> Tensor:
+        parameters = {"weight": weight_ED, "bias": mine.bias.detach()}
+        found: Tensor = functional_call(mine, parameters, (row_D,))
+        return found.pow(3).sum()
+
+    torch.testing.assert_close(penalty(mine), penalty(plain))
+    assert cast(mine).dtype is torch.bfloat16
+    with adding_in_place():
+        cast(mine).float().sum().backward()  # type: ignore[no-untyped-call]
+        cast(plain).float().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad)
+    rows = inputs.detach()
+    each = vmap(grad(loss), in_dims=(None, 0))(mine.weight.detach(), rows)
+    one_by_one = torch.stack([grad(loss)(mine.weight.detach(), row) for row in rows])
+    torch.testing.assert_close(each, one_by_one)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+def test_a_hook_on_a_linear_layer_s_weight_changes_its_gradient() -> None:
+    plain, mine = linear(), linear()
+    add_in_place(mine)
+    inputs = torch.ones(2, 3, dtype=torch.float64)
+    for one in (plain, mine):
+        one.weight.register_hook(lambda grad: grad * 0.5)  # type: ignore[no-untyped-call]
+        with adding_in_place():
+            one(inputs).sum().backward()
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad)
