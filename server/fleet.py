@@ -29,6 +29,7 @@ from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.planning.cohort import ConnectedClients
 
 
@@ -110,10 +111,32 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """The bytes that have been sent and received so far."""
+    """The bytes that have been sent and received so far.
+
+    ``links`` has each client's seconds so far, where the transport measures them.
+    """
 
     bytes_up: int = 0
     bytes_down: int = 0
+    links: Mapping[str, LinkSeconds] = field(default_factory=dict, repr=False)
+
+    def since(self, before: Traffic) -> Traffic:
+        """Return what was sent and received after ``before``; a client's new session counts whole.
+
+        Clients that have no session any more are not in ``links``.
+        """
+        links = {}
+        for name, now in self.links.items():
+            then = before.links.get(name, LinkSeconds())
+            is_same = then.down <= now.down and then.up <= now.up
+            links[name] = (
+                LinkSeconds(down=now.down - then.down, up=now.up - then.up) if is_same else now
+            )
+        return Traffic(
+            bytes_up=self.bytes_up - before.bytes_up,
+            bytes_down=self.bytes_down - before.bytes_down,
+            links=links,
+        )
 
 
 class Fleet(Protocol):

@@ -220,6 +220,7 @@ def _observer(
                 settings,
                 credentials=credentials,
                 records=servicer.device_records,
+                stages=servicer.stages,
                 watch=servicer.watch,
             )
             observers.append(stack.enter_context(page))

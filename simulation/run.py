@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.server.tracking.trackers import trackers
+from headwater.server.transport.device_records import Stages
 from headwater.server.tree.aggregator import Aggregator
 from headwater.server.tree.tree_fleet import TreeFleet
 from headwater.simulation.engines.in_process import LocalFleet
@@ -47,19 +49,30 @@ def run_engine(
         HeadwaterError: see ``headwater.common.errors``.
     """
     torch.set_num_threads(settings.threads or 1)
+    run_rounds = partial(_run, settings, on_round=on_round, resume=resume, has_report=has_report)
     if settings.server.page is not None and settings.simulation.engine != "grpc":
         # The server of the engine grpc opens the page itself: it knows the devices' connections.
         from headwater.server.page.run_page import run_page
 
-        with run_page(settings, credentials=read_credentials(settings.tls)) as page:
+        stages: Stages | None = None if settings.simulation.engine == "flower-ray" else {}
+        credentials = read_credentials(settings.tls)
+        with run_page(
+            settings, credentials=credentials, stages=None if stages is None else stages.copy
+        ) as page:
             both = Observers(observer, page)
-            _run(settings, on_round=on_round, resume=resume, observer=both, has_report=has_report)
+            run_rounds(observer=both, stages=stages)
     else:
-        _run(settings, on_round=on_round, resume=resume, observer=observer, has_report=has_report)
+        run_rounds(observer=observer)
 
 
 def _run(
-    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer, has_report: bool
+    settings: Settings,
+    *,
+    on_round: OnRound,
+    resume: bool,
+    observer: Observer,
+    has_report: bool,
+    stages: Stages | None = None,
 ) -> None:
     engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
     if engine == "flower-ray":
@@ -76,21 +89,34 @@ def _run(
 
         run_on_grpc(settings, on_round=on_round, resume=resume, observer=observer)
     elif is_masked:
-        run_on_messages(settings, on_round=on_round, resume=resume, observer=observer)
+        run_on_messages(
+            settings, on_round=on_round, resume=resume, observer=observer, stages=stages
+        )
     else:
         _run_in_process(
-            settings, on_round=on_round, resume=resume, has_report=has_report, observer=observer
+            settings,
+            on_round=on_round,
+            resume=resume,
+            has_report=has_report,
+            observer=observer,
+            stages=stages,
         )
 
 
 def _run_in_process(
-    settings: Settings, *, on_round: OnRound, resume: bool, has_report: bool, observer: Observer
+    settings: Settings,
+    *,
+    on_round: OnRound,
+    resume: bool,
+    has_report: bool,
+    observer: Observer,
+    stages: Stages | None,
 ) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
     tracking = trackers(settings)
     training = Training(settings, run_id=run_id, decisions=cached_decisions())
-    fleet = LocalFleet(settings, run_id=run_id)
+    fleet = LocalFleet(settings, run_id=run_id, stages=stages)
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
@@ -121,7 +147,12 @@ def tree_of(fleet: LocalFleet, training: Training) -> Fleet:
 
 
 def run_on_messages(
-    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer = NO_OBSERVER
+    settings: Settings,
+    *,
+    on_round: OnRound,
+    resume: bool,
+    observer: Observer = NO_OBSERVER,
+    stages: Stages | None = None,
 ) -> None:
     """Run Flower's ServerApp and ClientApp on a grid that delivers messages in this process."""
     from headwater.client.app import client_app
@@ -130,7 +161,7 @@ def run_on_messages(
     from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
     run_id, _ = run_position(settings.out, resume=resume)
-    grid = InProcessGrid(client_app(virtual_hardware), settings)
+    grid = InProcessGrid(client_app(virtual_hardware), settings, stages=stages)
     grid.enter_run(run_id)
     grid.report_left_out()
     app = server_app(on_round=on_round, resume=resume, observer=observer)

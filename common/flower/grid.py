@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -83,6 +83,10 @@ class HeadwaterGrid(Grid):
     @abstractmethod
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes uploaded and downloaded so far."""
+
+    def link_seconds(self) -> Mapping[str, tuple[float, float]]:
+        """Return each node's seconds of transfers so far, down and up, by name, if measured."""
+        return {}
 
     def may_begin(self) -> bool:
         """Return whether the server's operator allows the next round to begin.

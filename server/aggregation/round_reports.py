@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from headwater.common.messages import ReportFields
+from headwater.common.messages import ReportFields, Vitals
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
 
@@ -64,6 +64,7 @@ class ReportColumns:
     loss_sum: Sequence[float]
     metric_sums: Mapping[str, Sequence[float]]
     seconds: Sequence[float]
+    vitals: Sequence[Vitals]
 
     @staticmethod
     def of(*reports: ReportFields) -> ReportColumns:
@@ -83,6 +84,7 @@ class ReportColumns:
                 for name in sorted(metrics)
             },
             seconds=[report.seconds for report in reports],
+            vitals=[report.vitals for report in reports],
         )
 
 

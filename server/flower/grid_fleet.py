@@ -32,6 +32,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.system.bounded_memory import BoundedMemory
 from headwater.common.wording import counted
+from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import Dropout, Reply, Traffic
 from headwater.server.flower.registration import Registration, check_name
 from headwater.server.planning.cohort import ConnectedClients
@@ -386,10 +387,14 @@ class GridFleet:
                 time.sleep(REPLY_POLL_SECONDS)
 
     def traffic(self) -> Traffic:
-        up, down = self._flower_bytes_up, self._flower_bytes_down
-        if self._own is not None:
-            up, down = self._own.num_bytes()
-        return Traffic(bytes_up=up, bytes_down=down)
+        if self._own is None:
+            return Traffic(bytes_up=self._flower_bytes_up, bytes_down=self._flower_bytes_down)
+        bytes_up, bytes_down = self._own.num_bytes()
+        links = {
+            name: LinkSeconds(down=down, up=up)
+            for name, (down, up) in self._own.link_seconds().items()
+        }
+        return Traffic(bytes_up=bytes_up, bytes_down=bytes_down, links=links)
 
     def simulated_state(self) -> dict[str, Any]:
         state = getattr(self._grid, "simulated_state", None)

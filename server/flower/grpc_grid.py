@@ -6,7 +6,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flwr.app import Message
 
@@ -60,6 +60,9 @@ class GrpcGrid(HeadwaterGrid):
 
     def num_bytes(self) -> tuple[int, int]:
         return self._servicer.bytes_up, self._servicer.bytes_down
+
+    def link_seconds(self) -> Mapping[str, tuple[float, float]]:
+        return self._servicer.link_seconds()
 
     def may_begin(self) -> bool:
         self.check_term()

@@ -21,6 +21,7 @@ IDLE, PLANNED, COMPUTING, UPLOADING = "idle", "planned", "computing", "uploading
 READY, DONE, DROPPED, REFUSED, LEFT_OUT, GONE = (
     *("masking", "done", "dropped", "refused", "left out", "gone"),
 )
+UNFINISHED = {IDLE, PLANNED, COMPUTING, UPLOADING, READY}
 LOST = {"ConnectionLost", "LateUpdate"}
 
 
@@ -38,9 +39,8 @@ def new_tile(name: str) -> Tile:
 
 
 def note_plan(tile: Tile, plan: Plan) -> None:
-    """Show the plan of the round in progress; nothing of it is done."""
+    """Show the plan of the round in progress; nothing of it is done, and the state is not set."""
     tile.update(
-        state=COMPUTING,
         k=plan.accumulation_steps,
         size=plan.micro_batch_size,
         quota=plan.quota,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headwater.common.system.printable import printable_name
+from headwater.common.system.printable import printable
 from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
 
 Row = RoundRow | Mapping[str, Any]
@@ -17,10 +17,10 @@ FIGURES = (
     *("round", "num_clients", "num_invited", "num_examples", "weight", "loss", "learning_rate"),
     *("seconds", "virtual_seconds", "slowest_client_seconds", "bytes_up", "bytes_down"),
     *("target", "noise_scale", "gradient_variance", "squared_gradient", "heterogeneity"),
-    *("num_examples_left_out", "num_aborted", "epsilon", "delta"),
+    *("num_examples_left_out", "num_aborted", "num_epoch_examples", "epsilon", "delta"),
 )
 MAX_METRICS = 12
-MAX_NAME_CHARACTERS = 60
+MAX_NAME_CHARACTERS = 128  # as many as a device's name may have
 
 
 def point_of(row: Row) -> Point:
@@ -30,7 +30,8 @@ def point_of(row: Row) -> Point:
     low, high = _k_range(row)
     return point | {
         "metrics": {label(name): finite(value) for name, value in metrics.items()},
-        "split": {key: finite(value) for key, value in field_of(row, "seconds_split").items()},
+        "split": _finite_parts(field_of(row, "seconds_split")),
+        "client_split": _finite_parts(field_of(row, "client_seconds")),
         "k_min": low,
         "k_max": high,
         "num_left_out": len(field_of(row, "left_out") or ()),
@@ -70,9 +71,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _finite_parts(parts: Mapping[str, float] | None) -> dict[str, Any]:
+    return {name: finite(value) for name, value in (parts or {}).items()}
+
+
 def label(name: str) -> str:
     """Return a name of the task's or of a device's, fit to be shown."""
-    return printable_name(name)[:MAX_NAME_CHARACTERS]
+    return printable(name, max_characters=MAX_NAME_CHARACTERS)
 
 
 def ring_of(row: Row) -> dict[str, Any] | None:

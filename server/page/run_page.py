@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from headwater.common.settings.schema import Settings
@@ -20,6 +20,7 @@ def run_page(
     *,
     credentials: Credentials | None = None,
     records: DeviceRecords | None = None,
+    stages: Callable[[], Mapping[str, str]] | None = None,
     watch: Callable[[bool], None] | None = None,
 ) -> Iterator[Observer]:
     """Serve the page of a run that is about to begin, until the block ends.
@@ -28,7 +29,7 @@ def run_page(
         PortInUse, InsecureAddress, SettingsError: see ``page_of``.
     """
     assert settings.server.page is not None
-    view = RunView(settings, records=records, watch=watch)
+    view = RunView(settings, records=records, stages=stages, watch=watch)
     with page_of(view, settings.server.page, credentials) as link:
         console.print(f"page at {link}", soft_wrap=True, markup=False, highlight=False)
         yield view

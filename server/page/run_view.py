@@ -51,16 +51,20 @@ class RunView(Observer):
         settings: Settings,
         *,
         records: DeviceRecords | None = None,
+        stages: Callable[[], Mapping[str, str]] | None = None,
         watch: Callable[[bool], None] | None = None,
     ) -> None:
         """Take the settings; a server has ``records`` of its devices, a simulation has none.
 
-        ``watch`` is called when the first page opens, and when the last one is closed.
+        ``stages`` returns where devices are with their plans: planned, computing or uploading; None
+        where the engine cannot tell. ``watch`` is called when the first page opens, and when the
+        last one is closed.
         """
         self.about = _about(settings)
         self._folder = settings.out
         self.history = RoundHistory()
         self._records = records
+        self._stages = stages
         self._watch = watch
         self._lock = threading.Lock()
         self._rows: deque[RoundRow] = deque()
@@ -172,6 +176,7 @@ class RunView(Observer):
             self._tile(name)
         self._show_rows()
         self._show_round()
+        self._show_stages()
         self._show_records()
         return self._tiles
 
@@ -213,6 +218,7 @@ class RunView(Observer):
             for name, plan in opened.plans.items():
                 if (tile := self._tile(name)) is not None:
                     tiles_of.note_plan(tile, plan)
+                    tile["state"] = tiles_of.COMPUTING if self._stages is None else tiles_of.PLANNED
         noted = self._noted
         for name, report in opened.accepted.copy().items():
             if name not in noted and (found := self._tiles.get(name)) is not None:
@@ -228,6 +234,15 @@ class RunView(Observer):
             if name not in noted and (found := self._tiles.get(name)) is not None:
                 noted.add(name)
                 tiles_of.note_error(found, error)
+
+    def _show_stages(self) -> None:
+        opened = self._shown
+        if self._stages is None or opened is None or self._phase not in (COMPUTING, STEPPING):
+            return
+        for name, stage in self._stages().items():
+            found = self._tiles.get(name)
+            if found and name in opened.plans and found["state"] in tiles_of.UNFINISHED:
+                found["state"] = stage
 
     def _show_records(self) -> None:
         if self._records is None:

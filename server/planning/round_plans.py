@@ -27,7 +27,7 @@ from headwater.server.planning.cohort import (
     select,
     slowness,
 )
-from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning.device_estimates import DeviceEstimate, told
 from headwater.server.planning.exclusions import (
     Exclusion,
     exclude,
@@ -57,6 +57,8 @@ class RoundPlans:
     exceptions: dict[str, str]
     """Why a client is invited for one example although it is too slow."""
     num_too_slow: int
+    num_epoch_examples: int | None
+    """The examples of all connected clients, by those of the invited; None if one tells none."""
     num_bounded: int
     """Clients that claim more than is believed: more speed, or more examples."""
     metrics: tuple[str, ...] = ()
@@ -218,6 +220,7 @@ class RoundPlanner:
             left_out=selection.left_out | excluded,
             exceptions=exceptions,
             num_too_slow=len(selection.left_out),
+            num_epoch_examples=_epoch_examples(owned.values(), len(clients.reports)),
             num_bounded=len(bounded),
             metrics=_common_metrics([clients.reports[name] for name in names]) if is_masked else (),
         )
@@ -344,6 +347,13 @@ class RoundPlanner:
             counted(len(owned), "client"),
             f"{num_owned:,}",
         )
+
+
+def _epoch_examples(owned: Collection[int], num_connected: int) -> int | None:
+    numbers = [known for one in owned if (known := told(one)) is not None]
+    if not owned or len(numbers) < len(owned):
+        return None
+    return round(sum(numbers) / len(numbers) * num_connected)
 
 
 def _common_metrics(reports: Sequence[DeviceReport]) -> tuple[str, ...]:

@@ -28,8 +28,12 @@ def row_of_round(
     evaluated: EvaluatedRound,
     traffic: Traffic,
     seconds_split: dict[str, float],
+    client_seconds: dict[str, float],
 ) -> RoundRow:
-    """Return the row of a committed round; ``seconds_split`` are the seconds of its parts."""
+    """Return the row of a committed round.
+
+    ``seconds_split`` are the server's seconds by part, ``client_seconds`` those of the clients.
+    """
     noise, ready, spent = step.noise, opened.ready, training.privacy
     seen = training.masked.seen if ready else None
     seconds = [max(part.seconds) for part in opened.columns]
@@ -51,6 +55,8 @@ def row_of_round(
         learning_rate=step.learning_rate,
         seconds=total_seconds,
         seconds_split=seconds_split,
+        client_seconds=client_seconds,
+        num_epoch_examples=planned.num_epoch_examples,
         slowest_client_seconds=max(seconds),
         updates_per_hour=3600 * len(done.names) / (total_seconds - seconds_split["wait"]),
         bytes_up=traffic.bytes_up,

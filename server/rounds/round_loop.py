@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.errors import (
     HeadwaterError,
     RoundAborted,
@@ -19,6 +20,7 @@ from headwater.common.errors import (
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
 from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.round_plans import RoundPlans
@@ -197,18 +199,45 @@ def finish_round(
     finally:
         observer.closed(opened)
     watch.lap("unmask" if opened.ready else "divide")
+    client_seconds = _client_seconds(training, fleet, opened, before, watch.split)
     step = training.commit(done, opened)
     watch.lap("step")
     evaluated = _evaluate(training, fleet, opened, done)
     watch.lap("evaluate")
-    after = fleet.traffic()
-    traffic = Traffic(
-        bytes_up=after.bytes_up - before.bytes_up,
-        bytes_down=after.bytes_down - before.bytes_down,
+    traffic = fleet.traffic().since(before)
+    row = row_of_round(
+        training, planned, opened, done, step, evaluated, traffic, watch.split, client_seconds
     )
-    row = row_of_round(training, planned, opened, done, step, evaluated, traffic, watch.split)
     training.left_out_log.note(row)
     return row
+
+
+def _client_seconds(
+    training: Training,
+    fleet: Fleet,
+    opened: OpenRound,
+    before: Traffic,
+    seconds_split: Mapping[str, float],
+) -> dict[str, float]:
+    """Return the mean seconds of the clients by part; nothing in an asynchronous round."""
+    if not opened.has_one_model:
+        return {}
+    ready, settings = opened.ready.values(), training.settings
+    if fleet.has_virtual_clock:
+        num_values = training.image.layout.num_parameters
+        return virtual_split(
+            opened.columns,
+            ready,
+            download_bytes=download_bytes(settings, num_values),
+            upload_bytes=upload_bytes(settings, num_values),
+        )
+    parts = ("train", "fold", "unmask")
+    return measured_split(
+        opened.columns,
+        ready,
+        fleet.traffic().since(before).links,
+        round_seconds=sum(seconds_split.get(part, 0.0) for part in parts),
+    )
 
 
 def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch) -> RoundPlans:

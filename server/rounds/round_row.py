@@ -69,6 +69,7 @@ class RoundRow:
     metrics: dict[str, float]
     learning_rate: float
     seconds: float
+    # Of the server's parts: wait, plan, train, fold, unmask or divide, step, evaluate.
     seconds_split: dict[str, float]
     slowest_client_seconds: float
     updates_per_hour: float
@@ -94,6 +95,12 @@ class RoundRow:
     num_held_out_left_out: int = 0
     num_held_out_clients: int | None = None
     not_evaluated: dict[str, str] = field(default_factory=dict)
+    # Mean seconds of the clients that answered, from the plans' departure to the last answer: down,
+    # compute, up and wait (server/aggregation/round_seconds.py). Empty in asynchronous rounds.
+    client_seconds: dict[str, float] = field(default_factory=dict)
+    # An epoch: the examples of all connected clients, by those of the invited where not all are.
+    # None where a client does not tell its number.
+    num_epoch_examples: int | None = None
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
     # Of asynchronous rounds: the staleness of the accepted updates, the model of each, the windows

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headwater.common.errors import (
     BytesUsedUp,
@@ -26,6 +26,11 @@ from headwater.common.wording import natural
 
 if TYPE_CHECKING:  # these import torch, and `headwater-server status` starts without it
     from headwater.common.messages import Plan, Vitals
+
+Stage = Literal["planned", "computing", "uploading"]
+"""Where a device is with its plan: it is on its way, is carried out, or the vector arrives."""
+Stages = dict[str, Stage]
+"""Of devices by name."""
 
 MAX_DEVICES = 10_000
 MAX_REFUSED = 100

@@ -96,10 +96,22 @@ class Downloads:
     async def _write_instruction(
         self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
     ) -> None:
-        """Write the model if the device does not have it, or the frozen part; then the rest."""
-        image_id, small_image = "", b""
+        """Write an instruction and what belongs to it, unless it was cancelled; time it."""
         if session.stream is not stream or session.instruction is not instruction:
             return
+        begun = time.monotonic()
+        try:
+            await self._write_parts(session, instruction, stream)
+        finally:
+            session.seconds_down += time.monotonic() - begun
+        if session.instruction is instruction and session.stage == "planned":
+            session.stage = "computing"
+
+    async def _write_parts(
+        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
+    ) -> None:
+        """Write the model if the device does not have it, or the frozen part; then the rest."""
+        image_id, small_image = "", b""
         image = self._image_of(instruction)
         if instruction.image is not None and image is not None:
             image_id = image[0]

@@ -28,7 +28,7 @@ from headwater.common.transport.wire_pb2 import Goodbye, ServerFrame
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
 from headwater.server.transport.connections import Connections
-from headwater.server.transport.device_records import DeviceRecords
+from headwater.server.transport.device_records import DeviceRecords, Stages
 from headwater.server.transport.downloads import Downloads
 from headwater.server.transport.listener import HealthService, Listener
 from headwater.server.transport.session import (
@@ -148,6 +148,16 @@ class Servicer:
         """Return the node ids of the connected devices."""
         return [s.node_id for s in list(self._sessions.values()) if s.stream is not None]
 
+    def link_seconds(self) -> dict[str, tuple[float, float]]:
+        """Return each session's seconds of transfers so far, down and up, by the device's name."""
+        sessions = list(self._sessions.values())
+        return {one.name: (one.seconds_down, one.seconds_up) for one in sessions}
+
+    def stages(self) -> Stages:
+        """Return where each device is with its plan, or with its masked vector."""
+        sessions = list(self._sessions.values())
+        return {one.name: one.stage for one in sessions if one.stage is not None}
+
     def name_of(self, node_id: int) -> str | None:
         """Return the name in a device's hello, which with TLS is its certificate's name."""
         session = self._sessions.get(node_id)
@@ -255,6 +265,7 @@ class Servicer:
                 continue
             self._uploads.cancel(session)
             session.instruction, session.num_starts_over = one, 0
+            session.stage = "planned" if one.message_type == "train" else None
             session.frame_limit.grant_reply(one.reply_bytes)
             self._downloads.send_instruction(session, one)
 

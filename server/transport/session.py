@@ -17,7 +17,7 @@ from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError
 from headwater.common.transport.wire_pb2 import Reply, ServerFrame
 from headwater.server.enrolment.peer_certificates import PeerCertificate
-from headwater.server.transport.device_records import DeviceRecord
+from headwater.server.transport.device_records import DeviceRecord, Stage
 from headwater.server.transport.rate_limit import FrameLimit
 from headwater.server.transport.staging import StagedUpload
 
@@ -104,6 +104,12 @@ class DeviceSession:
     """Message ids of cancelled instructions; a reply to one may cross the cancellation."""
     reply: Reply | None = None
     upload: StagedUpload | None = None
+    stage: Stage | None = None
+    """Of its plan or of its masked vector; None while it has neither."""
+    seconds_down: float = 0.0
+    """Seconds in which instructions with their models were written to it so far."""
+    seconds_up: float = 0.0
+    """Seconds in which its vectors arrived so far."""
     record: DeviceRecord | None = None
 
 

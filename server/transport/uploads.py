@@ -106,6 +106,7 @@ class Uploads:
             self.discard(session)
         self.pause(session)
         session.reply = reply
+        session.stage = "uploading" if reply.num_bytes else session.stage
         self._waiting.append(session)
         self.start_waiting()
 
@@ -195,6 +196,7 @@ class Uploads:
             return
         session.upload, session.reply, session.instruction = None, None, None
         session.has_answered = True
+        self.pause(session)  # its seconds count before the round sees the reply
         if self.exchange is not None and instruction.message_id in self.exchange.message_ids:
             self.exchange.num_replies += 1
             self.answered.add(session.name)
@@ -266,9 +268,12 @@ class Uploads:
         """Stop a session's upload but keep its bytes: the stream is lost or the reply restarts."""
         if session in self._waiting:
             self._waiting.remove(session)
-        self._started.pop(session, None)
+        start = self._started.pop(session, None)
+        if start is not None:
+            session.seconds_up += time.monotonic() - start.at
 
     def _stop(self, session: DeviceSession) -> None:
+        session.stage = None
         self.pause(session)
         self.start_waiting()
 

@@ -97,6 +97,7 @@ class CohortReports(ReportBatch):
             loss_sum=(self.loss * ratio).tolist(),
             metric_sums={name: (sums * ratio).tolist() for name, sums in self.metrics.items()},
             seconds=planned.seconds.tolist(),
+            vitals=planned.vitals,
         )
 
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:

@@ -8,7 +8,7 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -29,6 +29,7 @@ from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.transport.device_records import Stage, Stages
 from headwater.simulation.compute.modes import compute_of
 from headwater.simulation.compute.worker_pool import WorkerPool
 from headwater.simulation.engines.held_models import HeldModels
@@ -53,8 +54,11 @@ class LocalFleet:
 
     has_virtual_clock = True
 
-    def __init__(self, settings: Settings, *, run_id: int) -> None:
+    def __init__(self, settings: Settings, *, run_id: int, stages: Stages | None = None) -> None:
         """Take the run's settings, with the fleet's number of devices in them.
+
+        The fleet keeps in ``stages`` where devices are with their plans. On the virtual clock all
+        compute at once; an update is on its way while the server adds it.
 
         Raises:
             SettingsError: a round would wait for more clients than there are.
@@ -72,6 +76,7 @@ class LocalFleet:
         self._bytes_up = self._bytes_down = 0
         self._pending = PendingAnswers()
         self._held = HeldModels()
+        self._stages = stages
 
     def part(self, name: str) -> int:
         """Return a device's number."""
@@ -138,12 +143,15 @@ class LocalFleet:
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
+        self._note((one.name for one in called), "computing")
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
         ):
             if isinstance(answer, Dropout):
                 yield answer
                 continue
+            names = [answer.name] if isinstance(answer, Update) else answer.reports.columns.names
+            self._note(names, "uploading")
             num_updates = 1 if isinstance(answer, Update) else len(answer.reports)
             num_values = image.layout.num_parameters
             self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
@@ -157,6 +165,10 @@ class LocalFleet:
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
                 yield answer
+
+    def _note(self, names: Iterable[str], stage: Stage) -> None:
+        if self._stages is not None:
+            self._stages.update(dict.fromkeys(names, stage))
 
     def _after_absence(self, update: Update) -> Update:
         """Return an update as it arrives; later, if its device is away before it answers."""
@@ -175,9 +187,14 @@ class LocalFleet:
             # Asynchronous rounds compute one device after another, without masks.
             assert isinstance(answer, Update | Dropout)
             self._pending.add(answer, sent_at=sent_at)
+        self._note(plans, "computing")
 
     def next_answer(self) -> Update | Dropout | None:
-        return self._pending.pop() if len(self._pending) else None
+        if not len(self._pending):
+            return None
+        answer = self._pending.pop()
+        self._note([answer.name], "uploading")
+        return answer
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
         """See ``DispatchingFleet``: a device that is away learns nothing of it."""

@@ -23,6 +23,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.limits import wire_bytes
 from headwater.server.flower.registration import DESCRIBE
+from headwater.server.transport.device_records import Stages
 from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
 from headwater.simulation.fleet.devices import (
     FIRST_NODE_ID,
@@ -30,7 +31,7 @@ from headwater.simulation.fleet.devices import (
     LOCAL_FOLDER,
     MAX_LOOKS,
 )
-from headwater.simulation.fleet.faults import STAGES
+from headwater.simulation.fleet.faults import STAGES, TRAIN
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
 from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.random_events import at_round, is_connected
@@ -80,8 +81,8 @@ class InProcessGrid(HeadwaterGrid):
 
     has_virtual_clock = True
 
-    def __init__(self, app: ClientApp, settings: Settings) -> None:
-        """Create the nodes of a run.
+    def __init__(self, app: ClientApp, settings: Settings, *, stages: Stages | None = None) -> None:
+        """Create the nodes of a run; the grid keeps in ``stages`` where devices are with plans.
 
         Raises:
             SettingsError: see ``with_fleet``.
@@ -97,6 +98,7 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
+        self._stages: Stages = {} if stages is None else stages
         self._devices = ConnectedDevices(self._fleet, min_clients=settings.num_clients_needed)
         self._connected: Collection[int] = range(self._fleet.num_devices)
         self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
@@ -151,7 +153,14 @@ class InProcessGrid(HeadwaterGrid):
         """Deliver the messages in order; ``timeout`` is in seconds of the virtual clock."""
         for message in messages:
             ensure_message_id(message)
-            yield self._deliver(message)
+            name = self.name_of(message.metadata.dst_node_id) or ""
+            if message.metadata.message_type == TRAIN:
+                self._stages[name] = "computing"
+            reply = self._deliver(message)
+            if _has_vector(reply):
+                self._stages[name] = "uploading"
+            yield reply
+            self._stages.pop(name, None)
 
     def _deliver(self, message: Message) -> Message:
         node_id, kind = message.metadata.dst_node_id, message.metadata.message_type
@@ -216,6 +225,11 @@ def _round_of(message: Message) -> int:
         return int(message.metadata.group_id)
     numbers = [record.get("server-round") for record in message.content.config_records.values()]
     return next((number for number in numbers if isinstance(number, int)), 1)
+
+
+def _has_vector(reply: Message) -> bool:
+    has_head = reply.has_content() and records.HEAD in reply.content
+    return has_head and records.vector(reply.content) is not None
 
 
 def _num_bytes(content: RecordDict) -> int:

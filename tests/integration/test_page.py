@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
 
 from headwater.server.operations.round_log import REPORT
 from headwater.server.page.report import write_report
-from tests.browser import chromium, tab
+from tests.browser import Tab, chromium, tab
 from tests.processes import Process, Processes, port_of, rows, write_task
 from tests.round_rows import row
 from tests.server.page.test_replay import write
@@ -32,6 +33,22 @@ def browser() -> Iterator[Browser]:
 
 def page_of(process: Process) -> str:
     return process.wait_for(r"page at (\S+)").group(1)
+
+
+def assert_rates(page: Tab, lines: list[dict[str, Any]]) -> None:
+    """Compare the page's speeds with those of the last twenty rounds in rounds.jsonl."""
+    lines = lines[-20:]
+    virtual, real = ([line[name] for line in lines] for name in ("virtual_seconds", "seconds"))
+    total = sum(real if virtual[0] is None else virtual)
+    num_examples = sum(line["num_examples"] for line in lines)
+    epoch = lines[-1]["num_epoch_examples"]
+    assert page.page.evaluate("rates(run.points.slice(-20))") == {
+        "updatesPerHour": pytest.approx(3600 * len(lines) / total),
+        "examplesPerSecond": pytest.approx(num_examples / total),
+        "secondsPerEpoch": pytest.approx(epoch / (num_examples / total)),
+        "epochExamples": epoch,
+    }
+    assert "Epoch" in page.text("#figures")
 
 
 def test_a_page_fills_k_as_a_device_works_and_agrees_with_the_rounds_on_disk(
@@ -59,7 +76,13 @@ def test_a_page_fills_k_as_a_device_works_and_agrees_with_the_rounds_on_disk(
             last = rows(tmp_path / "out")[-1]
             assert page.page.evaluate(DONE_ROUNDS) == last["round"] == 3
             assert page.page.evaluate("run.points.at(-1).loss") == last["loss"]
+            assert page.page.evaluate("run.points.at(-1).client_split") == last["client_seconds"]
+            assert_rates(page, rows(tmp_path / "out"))
             assert "devices: 3 done" in page.text("#counts")
+    for line in rows(tmp_path / "out"):
+        parts, own = line["client_seconds"], line["seconds_split"]
+        assert min(parts["down"], parts["compute"], parts["up"]) > 0
+        assert sum(parts.values()) == pytest.approx(own["train"] + own["fold"])
     report = (tmp_path / "out" / REPORT).as_uri()
     with tab(browser, report) as page:
         page.wait_for("document.querySelectorAll('.tile').length === 3")
@@ -90,7 +113,9 @@ def test_a_simulation_is_watched_replayed_and_pleasing_to_axe(
             assert page.page.locator("tbody tr").count() == 1
             simulation.kill(2)
             page.wait_for("run.status.has_ended")
-        simulation.wait()
+            page.wait_for("document.querySelector('#state').textContent === 'ended'")
+            simulation.wait()
+            assert_rates(page, rows(run))
         by_round = {line["round"]: line for line in rows(run)}
         for point in found:
             assert point["loss"] == by_round[point["round"]]["loss"]

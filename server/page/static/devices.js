@@ -1,7 +1,7 @@
 "use strict";
 // The fleet as tiles or as a table, and the dialog with one device's history.
 
-const STATES = ["computing", "uploading", "masking", "done", "idle", "left out", "dropped", "refused", "gone"];
+const STATES = ["planned", "computing", "uploading", "masking", "done", "idle", "left out", "dropped", "refused", "gone"];
 const MAX_CELLS = 24;
 
 class Fleet {
@@ -99,7 +99,7 @@ function newTile(device) {
     memory.parentElement.hidden = share === null;
     room.textContent = memoryText(one);
     sensors.textContent = sensorText(one);
-    root.title = one.why || "";
+    root.title = one.why ? `${one.name}: ${one.why}` : one.name;
     root.setAttribute("aria-label", `${one.name}: ${one.state}; ${plan.textContent}, ${whole(one.done || 0)} done; memory ${memoryText(one)}`);
   };
   return { root, show };
@@ -115,6 +115,7 @@ function sensorText(one) {
   const parts = [];
   if (one.heat !== null) parts.push(`${Math.round(one.heat)} °C`);
   if (one.battery !== null) parts.push(`${one.on_battery ? "battery" : "charging"} ${percent(one.battery)}`);
+  else if (one.on_battery) parts.push("on battery");
   return parts.join(" · ");
 }
 
@@ -123,7 +124,7 @@ const COLUMNS = ["device", "state", "K × size", "done", "seconds", "examples/s"
 function newRow(device) {
   const cells = COLUMNS.map(() => make("td"));
   const state = make("span", { class: "chip" });
-  cells[0].append(make("button", { type: "button", "data-name": device.name, text: device.name }));
+  cells[0].append(make("button", { type: "button", "data-name": device.name, title: device.name, text: device.name }));
   cells[1].append(state);
   const show = (one) => {
     chip(state, one.state);

@@ -12,7 +12,10 @@ const CHARTS = [
   { title: "Effective batch", format: short, isLog: true, series: (points) => [
     line("examples", points, (one) => one.num_examples),
     line("noise scale", points, (one) => one.noise_scale > 0 ? one.noise_scale : null)] },
-  { title: "Seconds of a round", format: seconds, isStacked: true, series: (points) => splitNames(points).map((name) => line(name, points, (one) => one.split[name] ?? 0)) },
+  { title: "Time of a round, mean over devices", format: seconds, isStacked: true, isOptional: true, series: (points) =>
+    ["down", "compute", "up", "wait"].filter((name) => points.some((one) => one.client_split[name] !== undefined))
+      .map((name) => line(name, points, (one) => one.client_split[name])) },
+  { title: "The server's time of a round", format: seconds, isStacked: true, series: (points) => splitNames(points).map((name) => line(name, points, (one) => one.split[name] ?? 0)) },
   { title: "Accumulation steps (K) per device", format: whole, isWhole: true, isFromZero: true, series: (points) => [
     { ...line("most", points, (one) => one.k_max), low: line("", points, (one) => one.k_min).points },
     line("fewest", points, (one) => one.k_min)] },
@@ -82,14 +85,26 @@ function showCharts() {
   }
 }
 
+// Speeds over some rounds: optimizer steps an hour, examples a second, and the seconds in which as
+// many examples are summed as all devices have. Virtual seconds where the clock is virtual.
+function rates(points) {
+  const total = points.reduce((sum, one) => sum + (one.virtual_seconds ?? one.seconds), 0);
+  const examples = points.reduce((sum, one) => sum + one.num_examples, 0);
+  const epoch = points.length ? points[points.length - 1].num_epoch_examples : null;
+  return {
+    updatesPerHour: total > 0 ? 3600 * points.length / total : null,
+    examplesPerSecond: total > 0 ? examples / total : null,
+    secondsPerEpoch: examples > 0 && epoch ? epoch * total / examples : null,
+    epochExamples: epoch,
+  };
+}
+
 function showFigures() {
   const one = run.points[run.points.length - 1], about = run.about;
-  const recent = run.points.slice(-20);
   const figures = [];
   const add = (name, value, note = "") => figures.push(make("div", {}, make("dt", { text: name }), make("dd", { text: value }, make("small", { text: note }))));
   if (one) {
-    const time = (point) => point.virtual_seconds ?? point.seconds;
-    const total = recent.reduce((sum, point) => sum + time(point), 0), work = recent.reduce((sum, point) => sum + point.num_examples, 0);
+    const { updatesPerHour, examplesPerSecond, secondsPerEpoch, epochExamples } = rates(run.points.slice(-20));
     const clock = one.virtual_seconds === null ? "" : "virtual clock";
     add("Loss", one.loss === null ? "hidden" : short(one.loss), one.loss === null ? "differential privacy is on" : "of the training, in the last round");
     const evaluated = [...run.points].reverse().find((point) => Object.keys(point.metrics).some((name) => name.startsWith("test_")));
@@ -98,8 +113,9 @@ function showFigures() {
     }
     add("Effective batch", whole(one.num_examples), one.weight === one.num_examples ? "examples a step" : `examples; weight ${short(one.weight)}`);
     if (one.noise_scale) add("Noise scale", short(one.noise_scale), "where larger batches stop to help");
-    add("Updates", short(3600 * recent.length / total), `optimizer steps an hour${clock && `, ${clock}`}`);
-    add("Speed", short(work / total), `examples a second${clock && `, ${clock}`}`);
+    add("Updates", short(updatesPerHour), `optimizer steps an hour${clock && `, ${clock}`}`);
+    add("Speed", short(examplesPerSecond), `examples a second${clock && `, ${clock}`}`);
+    if (secondsPerEpoch !== null) add("Epoch", seconds(secondsPerEpoch), `for the ${whole(epochExamples)} examples of all devices`);
     add("Devices", `${whole(one.num_clients)} of ${whole(one.num_invited)}`, "in the last sum");
     add("K", one.k_min === one.k_max ? whole(one.k_min) : `${whole(one.k_min)} to ${whole(one.k_max)}`, "micro-batches per device");
     add("Traffic", bytes(one.bytes_up + one.bytes_down), `a round: ↑ ${bytes(one.bytes_up)}, ↓ ${bytes(one.bytes_down)}`);

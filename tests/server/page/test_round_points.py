@@ -6,7 +6,12 @@ import json
 import math
 
 from headwater.server.operations.round_log import row_to_dict
-from headwater.server.page.round_points import part_point, parts_of, point_of
+from headwater.server.page.round_points import (
+    MAX_NAME_CHARACTERS,
+    part_point,
+    parts_of,
+    point_of,
+)
 from tests.round_rows import masked, row
 
 
@@ -28,14 +33,17 @@ def test_a_hidden_loss_and_a_broken_metric_are_unknown() -> None:
 
 def test_a_line_of_an_earlier_version_lacks_fields_and_is_shown() -> None:
     line = row_to_dict(row(1, "a"))
-    for name in ("epsilon", "left_out", "masked_clients", "virtual_seconds"):
+    later = ("epsilon", "left_out", "masked_clients", "virtual_seconds", "client_seconds")
+    for name in (*later, "num_epoch_examples"):
         del line[name]
     assert point_of(line)["num_left_out"] == 0
     assert point_of(line)["epsilon"] is None
+    assert point_of(line)["num_epoch_examples"] is None
+    assert point_of(line)["client_split"] == {}
 
 
 def test_names_of_metrics_are_cut_and_printable() -> None:
     point = point_of(row(1, "a", metrics={"\x1b[31m" + "x" * 500: 1.0}))
     (name,) = point["metrics"]
     assert "\x1b" not in name
-    assert len(name) <= 60
+    assert len(name) <= MAX_NAME_CHARACTERS

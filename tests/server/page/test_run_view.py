@@ -12,6 +12,7 @@ from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.page import replay, run_view
+from headwater.server.page.round_points import MAX_NAME_CHARACTERS
 from headwater.server.page.run_view import MAX_KEPT_PARTS, RunView
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.transport.device_records import DeviceRecords
@@ -56,6 +57,23 @@ def test_a_device_is_idle_computing_dropped_and_done(view: RunView) -> None:
     view.on_round(row(1, "a", left_out={"c": "too slow"}))
     assert view.tiles()["a"]["done"] == 2, "of K 2 in the row"
     assert states(view)["c"] == "left out"
+
+
+def test_a_transport_shows_a_plan_on_its_way_and_an_update_that_arrives() -> None:
+    stages: dict[str, str] = {}
+    view = RunView(Settings(), stages=stages.copy)
+    view.begun(1, reports("a", "b", "idle"))
+    first = opened("a", "b")
+    view.asked(first)
+    assert states(view) == {"a": "planned", "b": "planned", "idle": "idle"}
+    stages |= {"a": "uploading", "b": "computing", "idle": "computing", "stranger": "planned"}
+    assert states(view) == {"a": "uploading", "b": "computing", "idle": "idle"}
+    first.refuse("a", ConnectionLost("a is gone"))
+    assert states(view)["a"] == "dropped", "whatever its last stage was"
+    view.on_round(row(1, "b"))
+    view.asked(opened("a", "b"))
+    stages.clear()
+    assert states(view) == {"a": "planned", "b": "planned", "idle": "idle"}
 
 
 def test_the_next_round_begins_with_empty_bars(view: RunView) -> None:
@@ -134,7 +152,12 @@ def test_a_hostile_name_is_shortened_and_printable(view: RunView) -> None:
     view.on_round(row(1, name))
     (tile,) = view.tiles().values()
     assert "\x1b" not in tile["name"]
-    assert len(tile["name"]) <= 60
+    assert len(tile["name"]) <= MAX_NAME_CHARACTERS
+
+
+def test_the_longest_name_that_a_device_may_have_is_shown_whole(view: RunView) -> None:
+    view.on_round(row(1, *(name := ["n" * 127 + end for end in "ab"])))
+    assert {tile["name"] for tile in view.tiles().values()} == set(name)
 
 
 def test_a_masked_round_shows_what_the_server_saw(view: RunView) -> None:

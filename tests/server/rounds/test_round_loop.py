@@ -211,6 +211,19 @@ def test_with_dataset_weighting_an_update_has_the_weight_of_its_device_s_example
     assert rows[0].refused["1"] == "CountOutOfRange: 1: weight 8, its plan says 24"
 
 
+@pytest.mark.parametrize("invited", [None, 2], ids=["all", "a sample"])
+def test_a_row_has_the_examples_of_an_epoch_and_the_clients_seconds_by_part(
+    invited: int | None,
+) -> None:
+    _, rows = trained(chosen(cohort={"size": invited}), honest)
+    for row in rows:
+        assert row.num_epoch_examples == 72, "3 devices own 24 each"
+        assert [*row.client_seconds] == ["down", "compute", "up", "wait"]
+        assert sum(row.client_seconds.values()) == pytest.approx(row.virtual_seconds)
+        mean = math.fsum(client.seconds for client in row.clients) / len(row.clients)
+        assert row.client_seconds["wait"] == pytest.approx(row.slowest[1] - mean)
+
+
 def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
     """Whole numbers: a sum and a loss of 8 examples become those of 24 without a rounding."""
     one_round = {"rounds": 1, "optimizer": {"name": "sgd", "learning_rate": 0.01}}

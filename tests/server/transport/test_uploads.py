@@ -71,6 +71,24 @@ def test_uploads_in_progress_are_bounded_and_start_in_order() -> None:
     assert uploads.arrivals.get_nowait().node_id == 1
 
 
+def test_an_upload_is_a_stage_from_its_announcement_on_and_its_seconds_are_counted() -> None:
+    uploads = Uploads(StagingMemory(10_000), send=SentFrames().send, max_uploads=1)
+    first, waiting = session(0), session(1)
+    for one in (first, waiting):
+        one.stage = "computing"
+        announce(uploads, one)
+        assert one.stage == "uploading"
+    send(uploads, first, 0, 100)
+    assert first.seconds_up == 0.0, "of a whole transfer"
+    send(uploads, first, 100, len(VECTOR))
+    assert first.stage is None
+    assert first.seconds_up > 0.0
+    assert waiting.seconds_up == 0.0, "it has only just begun"
+    uploads.discard(waiting)
+    assert waiting.stage is None
+    assert waiting.seconds_up > 0.0
+
+
 def test_a_waiting_upload_holds_no_memory() -> None:
     staging = StagingMemory(10_000)
     uploads = Uploads(staging, send=SentFrames().send, max_uploads=1)
