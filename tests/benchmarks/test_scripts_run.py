@@ -32,7 +32,7 @@ KEYS = {
     "masking": "keystream",
     "memory_limits": "cnn",
     "noise_scale": "told_over_true",
-    "page_cost": "ratio",
+    "page_cost": "cpu_ratio",
     "partitions": "iid",
     "planning": "assign",
     "privacy": "seconds_ratio",
