@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -14,6 +16,24 @@ from playwright.sync_api import Browser, Page, sync_playwright
 WAIT_SECONDS, POLL_MILLISECONDS = 150.0, 30
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SERIOUS = {"serious", "critical"}
+
+
+# Whether every experiment of the guide shows the answer for where its sliders are.
+IS_SHOWN = """
+[...document.querySelectorAll('[data-lab]')].every(
+  (lab) => lab.dataset.shown === JSON.stringify(values(lab.id)))
+"""
+MOVE = """
+([lab, name, end]) => {
+  const input = document.querySelector(`#${lab} input[data-name=${name}]`);
+  input.value = input[end];
+  input.dispatchEvent(new Event('input', { bubbles: true }));
+}
+"""
+SLIDERS = """
+[...document.querySelectorAll('input[data-name]')].map(
+  (input) => [input.closest('.lab').id, input.dataset.name])
+"""
 
 
 @dataclass(kw_only=True)
@@ -36,6 +56,17 @@ class Tab:
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"{condition}: {self.page.inner_text('body')}"
             self.page.wait_for_timeout(POLL_MILLISECONDS)
+
+    def take_picture(self, name: str, *, height: int | None = None) -> None:
+        """Write a picture of the page, cut to a height, if HEADWATER_PICTURES names a folder."""
+        folder = os.environ.get("HEADWATER_PICTURES")
+        if folder is not None:
+            size = None if height is None else {"x": 0, "y": 0, "width": 1440, "height": height}
+            self.page.screenshot(
+                path=Path(folder) / f"{name}.png",
+                full_page=True,
+                clip=size,  # type: ignore[arg-type]
+            )
 
     def faults(self) -> list[str]:
         """Return what axe finds to be serious, with the first element of each."""
@@ -78,3 +109,18 @@ def tab(
         assert opened.console == []
     finally:
         page.close()
+
+
+def move_slider(page: Tab, lab: str, name: str, end: str) -> None:
+    """Move a slider of the guide to its "min" or "max", and wait for the answer."""
+    page.page.evaluate(MOVE, [lab, name, end])
+    page.wait_for(IS_SHOWN)
+
+
+def move_all_sliders(page: Tab) -> int:
+    """Move each slider of the guide to both ends; return how many there are."""
+    sliders = page.page.evaluate(SLIDERS)
+    for end in ("max", "min"):
+        for lab, name in sliders:
+            move_slider(page, lab, name, end)
+    return len(sliders)

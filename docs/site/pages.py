@@ -1,9 +1,10 @@
-"""The site's own pages, as a hook of mkdocs: the README as its start, and the Python API."""
+"""The site's own pages, as a hook of mkdocs: the README first, the Python API, and the guide."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ OUTSIDE = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README as the first page, and the page of the Python API."""
+    """Add the README as the first page, the page of the Python API, and the recorded guide."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
     files.append(File.generated(config, "api.md", content=api_page()))
+    for path, content in recorded_guide().items():
+        files.append(File.generated(config, f"guide/{path}", content=content))
     return files
 
 
@@ -33,6 +36,14 @@ def api_page() -> str:
     """Return the page of the public names, which mkdocstrings fills from their docstrings."""
     names = sorted(public_names().items())
     return "# Python API\n\n" + "\n\n".join(f"::: {module}.{name}" for name, module in names) + "\n"
+
+
+def recorded_guide() -> dict[str, bytes]:
+    """Return the guide's files; this repository's own code computes their answers now."""
+    sys.path.insert(0, str(ROOT))
+    from headwater.simulation.guide.recording import guide_files
+
+    return guide_files()
 
 
 def public_names() -> dict[str, str]:

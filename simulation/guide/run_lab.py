@@ -79,6 +79,12 @@ class RunLab:
                 self._thread.join()
                 self._thread = None
 
+    def finish(self) -> None:
+        """Wait until the run in progress has done its rounds."""
+        with self._lock:
+            if self._thread is not None:
+                self._thread.join()
+
     def state(self) -> dict[str, Any]:
         """Return where the run is, and its rounds so far."""
         view = self.view

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ FILES = page.FILES | {path.name: path for path in sorted(STATIC.iterdir()) if pa
 
 
 class Numbers:
-    """The numbers of a request, each within its range."""
+    """The numbers of a request, as texts by name; each is read within its range."""
 
-    def __init__(self, request: Request) -> None:
-        self._given = request.query_params
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = given
 
     def whole(self, name: str, low: int, high: int) -> int:
         """Return a whole number; the lowest if it is missing or none."""
@@ -91,6 +91,23 @@ def pace(given: Numbers) -> dict[str, Any]:
     )
 
 
+def run_settings(given: Numbers) -> tuple[dict[str, Any], float]:
+    """Return a run's settings by dotted keys, and how much slower its slow devices are."""
+    settings: dict[str, Any] = {
+        "simulation.clients": given.whole("devices", 3, 60),
+        "plan.micro_batch_size": given.whole("size", 1, 64),
+        "plan.effective_batch_size": given.whole("examples", 16, 2048),
+        "simulation.dropout": given.real("dropout", 0, 0.9),
+    }
+    if (steps := given.whole("steps", 1, 32)) > 1:
+        settings |= {"local.algorithm": "fedavg", "local.steps": steps}
+    if (noise := given.real("noise", 0, 10)) > 0:
+        settings |= {"privacy.noise_multiplier": max(noise, 0.01)}
+        settings |= {"plan.accumulation_steps": 2}
+        del settings["plan.effective_batch_size"]
+    return settings, given.real("spread", 1, 32)
+
+
 FOREIGN = PlainTextResponse("only the guide's own page may compute\n", HTTPStatus.FORBIDDEN)
 
 LABS: dict[str, Lab] = {
@@ -124,27 +141,14 @@ def guide_app(run: RunLab) -> ASGIApp:
 
         def compute() -> dict[str, Any]:
             with lock:
-                return chosen(Numbers(request))
+                return chosen(Numbers(request.query_params))
 
         return JSONResponse(await asyncio.to_thread(compute))
 
     async def start(request: Request) -> Response:
         if not _is_own(request):
             return FOREIGN
-        given = Numbers(request)
-        settings: dict[str, Any] = {
-            "simulation.clients": given.whole("devices", 3, 60),
-            "plan.micro_batch_size": given.whole("size", 1, 64),
-            "plan.effective_batch_size": given.whole("examples", 16, 2048),
-            "simulation.dropout": given.real("dropout", 0, 0.9),
-        }
-        if (steps := given.whole("steps", 1, 32)) > 1:
-            settings |= {"local.algorithm": "fedavg", "local.steps": steps}
-        if (noise := given.real("noise", 0, 10)) > 0:
-            settings |= {"privacy.noise_multiplier": max(noise, 0.01)}
-            settings |= {"plan.accumulation_steps": 2}
-            del settings["plan.effective_batch_size"]
-        spread = given.real("spread", 1, 32)
+        settings, spread = run_settings(Numbers(request.query_params))
         await asyncio.to_thread(run.start, settings, spread=spread)
         return JSONResponse({"fault": run.fault})
 

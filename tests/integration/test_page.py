@@ -12,13 +12,14 @@ from playwright.sync_api import Browser
 
 from headwater.server.operations.round_log import REPORT
 from headwater.server.page.report import write_report
-from tests.browser import Tab, chromium, tab
+from tests.browser import IS_SHOWN, Tab, chromium, move_all_sliders, move_slider, tab
 from tests.processes import Process, Processes, port_of, rows, write_task
 from tests.round_rows import row
 from tests.server.page.test_replay import write
 
 pytestmark = pytest.mark.slow
 
+VILLAGE = Path(__file__).resolve().parents[2] / "examples" / "fleets" / "village.toml"
 K, DONE = 4, 2
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 FIRST_TILE = "document.querySelector('.tile')?.getAttribute('aria-label')"
@@ -96,11 +97,12 @@ def test_a_simulation_is_watched_replayed_and_pleasing_to_axe(
     with Processes(tmp_path) as processes:
         run = tmp_path / "run"
         simulation = processes.start(
-            *("simulation", "--clients", 40, "--rounds", 100_000, "--out", run),
-            *("--page", "127.0.0.1:0", "--evaluate-every", 5, "--cohort-size", 20),
+            *("simulation", "--fleet", VILLAGE, "--rounds", 100_000, "--out", run),
+            *("--page", "127.0.0.1:0", "--evaluate-every", 5, "--micro-batch-size", 4),
         )
         with tab(browser, page_of(simulation)) as page:
-            page.wait_for(f"{DONE_ROUNDS} >= 20")
+            page.wait_for(f"{DONE_ROUNDS} >= 30")
+            page.take_picture("page")
             seen = page.page.evaluate(DONE_ROUNDS)
             page.wait_for(f"{DONE_ROUNDS} > {seen}")
             page.page.select_option("#span", "20")
@@ -108,8 +110,8 @@ def test_a_simulation_is_watched_replayed_and_pleasing_to_axe(
             page.wait_for("document.querySelector('.chart svg polyline') !== null")
             found = page.page.evaluate("run.points.slice(5, 10)")
             page.page.select_option("#look", "table")
-            assert page.page.locator("tbody tr").count() == 40
-            page.page.fill("#find", "39")
+            assert page.page.locator("tbody tr").count() == 20
+            page.page.fill("#find", "19")
             assert page.page.locator("tbody tr").count() == 1
             simulation.kill(2)
             page.wait_for("run.status.has_ended")
@@ -125,7 +127,7 @@ def test_a_simulation_is_watched_replayed_and_pleasing_to_axe(
         url = page_of(replay).rstrip(";")
         for width, theme in ((1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")):
             with tab(browser, url, width=width, theme=theme) as page:
-                page.wait_for("document.querySelectorAll('.tile').length === 40")
+                page.wait_for("document.querySelectorAll('.tile').length === 20")
                 assert page.page.evaluate(
                     "document.documentElement.scrollWidth <= window.innerWidth"
                 )
@@ -181,19 +183,6 @@ def test_beyond_loopback_the_link_has_tls_and_a_token(browser: Browser, tmp_path
         refused.close()
 
 
-IS_SHOWN = """
-[...document.querySelectorAll('[data-lab]')].every(
-  (lab) => lab.dataset.shown === JSON.stringify(values(lab.id)))
-"""
-MOVE = """
-([lab, name, end]) => {
-  const input = document.querySelector(`#${lab} input[data-name=${name}]`);
-  input.value = input[end];
-  input.dispatchEvent(new Event('input', { bubbles: true }));
-}
-"""
-
-
 def test_every_slider_of_the_guide_works_and_each_break_shows_its_error(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -202,26 +191,21 @@ def test_every_slider_of_the_guide_works_and_each_break_shows_its_error(
         url = guide.wait_for(r"guide at (\S+);").group(1)
         with tab(browser, url) as page:
             page.wait_for(IS_SHOWN)
+            page.page.click("#loop-jump")
+            page.take_picture("guide", height=1560)
+            page.page.evaluate("moveTo(0)")
             ways = page.page.evaluate("shown.sums.ways.map((way) => way.error)")
             assert ways[0] < 1e-6
             assert min(ways[1:]) > 1e-3
             assert page.page.locator("#sums-rows tr").count() == len(ways)
-            sliders = page.page.evaluate(
-                "[...document.querySelectorAll('input[data-name]')]"
-                ".map((input) => [input.closest('.lab').id, input.dataset.name])"
-            )
-            assert len(sliders) > 20
-            for end in ("max", "min"):
-                for lab, name in sliders:
-                    page.page.evaluate(MOVE, [lab, name, end])
-                    page.wait_for(IS_SHOWN)
+            assert move_all_sliders(page) > 20
             page.page.click("#loop-jump")
             assert "1 of 7 micro-batches" in page.text("#loop-verdict")
             page.page.click("#loop-next")
             assert page.page.locator("#loop-code [aria-current=step]").count() == 1
             page.page.click("#run-start")
             page.wait_for("shown.run?.points.length >= 2")
-            page.page.evaluate(MOVE, ["run", "steps", "max"])
+            move_slider(page, "run", "steps", "max")
             page.page.click("#run-start")
             page.wait_for("shown.run?.points.length >= 1 && shown.run.points[0].round === 1")
             assert page.page.evaluate("shown.run.fault") == ""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import headwater
+from headwater.simulation.guide.run_lab import ROUNDS
+from tests.browser import IS_SHOWN, chromium, move_all_sliders, tab
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +64,21 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         page = Loaded()
         page.feed(path.read_text())
         assert [one for one in page.found if re.match(r"(https?:)?//", one)] == [], path.name
+
+
+def test_the_guide_in_it_answers_at_each_end_of_every_slider(site: Path) -> None:
+    guide = site / "guide"
+    assert sum(path.stat().st_size for path in guide.rglob("*.*")) < 1_000_000
+    assert 'href="guide/index.html"' in (site / "index.html").read_text()
+    with chromium() as browser, tab(browser, (guide / "index.html").as_uri()) as page:
+        page.wait_for(IS_SHOWN)
+        assert f"Headwater {headwater.__version__}" in page.text("header")
+        ways = page.page.evaluate("shown.sums.ways.map((way) => way.error)")
+        assert ways[0] < 1e-6 < 1e-3 < min(ways[1:])
+        assert move_all_sliders(page) > 20
+        page.page.click("#run-start")
+        assert len(page.page.evaluate("shown.run.points")) == ROUNDS
+        assert page.faults() == []
 
 
 def test_the_whole_public_api_is_described(site: Path) -> None:

@@ -1,6 +1,8 @@
 "use strict";
-// The guide: each slider asks the server to compute again, and each answer is drawn.
+// The guide: each slider asks the server to compute again, and each answer is drawn. In the guide
+// that is a part of the documents, the answers were recorded at some positions of each slider.
 
+const LABS = typeof RECORDED === "undefined" ? null : RECORDED.labs;
 const shown = {}; // the last answer of each experiment
 let loopAt = 0, chosenWay = 1;
 
@@ -10,13 +12,39 @@ function section(name) {
 
 function values(name) {
   const found = {};
-  for (const input of section(name).querySelectorAll("input[data-name]")) found[input.dataset.name] = Number(input.value);
+  for (const input of section(name).querySelectorAll("input[data-name]")) found[input.dataset.name] = valueOf(name, input);
   return found;
+}
+
+// A recorded slider moves over the places of its positions, a live one over the numbers themselves.
+function valueOf(name, input) {
+  return LABS ? LABS[name].grid[input.dataset.name][input.value] : Number(input.value);
+}
+
+function useRecorded(name) {
+  for (const input of section(name).querySelectorAll("input[data-name]")) {
+    const positions = LABS[name].grid[input.dataset.name], start = positions.indexOf(Number(input.value));
+    for (const [key, value] of [["min", 0], ["max", positions.length - 1], ["step", 1]]) input.setAttribute(key, value);
+    input.value = start;
+  }
+}
+
+function recorded(name, given) {
+  const { grid, answers } = LABS[name];
+  const place = Object.entries(grid).reduce((sum, [key, positions]) => sum * positions.length + positions.indexOf(given[key]), 0);
+  return unpacked(answers[place]);
+}
+
+function unpacked(value) {
+  if (Array.isArray(value)) return value.map(unpacked);
+  if (value === null || typeof value !== "object") return value;
+  if ("$" in value) return unpacked(RECORDED.pool[value.$]);
+  return Object.fromEntries(Object.entries(value).map(([key, part]) => [key, unpacked(part)]));
 }
 
 function verdict(name, text, kind = "") {
   const element = section(name).querySelector(".verdict");
-  element.textContent = text;
+  element.replaceChildren(...withFlags(text));
   element.dataset.kind = kind;
 }
 
@@ -146,7 +174,7 @@ function moveTo(at) {
   showLine();
 }
 
-const histogram = new Chart({ title: "How often each part of the ring occurs", format: whole, isFromZero: true, isWhole: true });
+const histogram = new Chart({ title: "How often each part of the ring occurs", format: whole, isFromZero: true, isWhole: true, isCount: true });
 byId("masks-charts").append(histogram.element);
 
 const RUN_CHARTS = [
@@ -161,9 +189,9 @@ async function compute(name) {
   const given = values(name);
   const asked = JSON.stringify(given);
   section(name).dataset.asked = asked;
-  const answer = await fetch(`lab/${name}?${new URLSearchParams(given)}`);
+  const answer = LABS ? recorded(name, given) : await (await fetch(`lab/${name}?${new URLSearchParams(given)}`)).json();
   if (section(name).dataset.asked !== asked) return; // a slider has moved on
-  shown[name] = await answer.json();
+  shown[name] = answer;
   SHOW[name](shown[name], given);
   section(name).dataset.shown = asked;
 }
@@ -177,6 +205,11 @@ function computeSoon(name) {
 let polling = null;
 async function start() {
   clearTimeout(polling);
+  if (LABS) {
+    const moved = Object.entries(values("run")).find(([name, value]) => value !== LABS.run.centre[name]);
+    showRun(unpacked(LABS.run.answers[moved ? moved.join("=") : ""]));
+    return;
+  }
   byId("run-verdict").textContent = "starts";
   await fetch(`run/start?${new URLSearchParams(values("run"))}`);
   watch();
@@ -184,6 +217,11 @@ async function start() {
 
 async function watch() {
   const found = await (await fetch("run/state")).json();
+  showRun(found);
+  if (found.status && !found.status.has_ended && !found.fault) polling = setTimeout(watch, 400);
+}
+
+function showRun(found) {
   shown.run = found;
   for (const [chart, read] of RUN_CHARTS) {
     const names = found.points.length ? read(found.points[0]).map(([name]) => name) : [];
@@ -197,18 +235,31 @@ async function watch() {
     const privacy = last.epsilon === null ? "" : `; epsilon ${short(last.epsilon)}`;
     byId("run-verdict").textContent = `Round ${last.round}: test accuracy ${accuracy === undefined ? DASH : percent(accuracy)}, ${whole(last.num_examples)} examples from ${whole(last.num_clients)} devices, ${seconds(last.time)} of virtual time${privacy}.`;
   }
-  if (found.status && !found.status.has_ended && !found.fault) polling = setTimeout(watch, 400);
 }
 
 function showOutputs(name) {
-  for (const input of section(name).querySelectorAll("input[data-name]")) input.nextElementSibling.textContent = input.value;
+  for (const input of section(name).querySelectorAll("input[data-name]")) {
+    const text = String(valueOf(name, input));
+    input.nextElementSibling.textContent = text;
+    input.setAttribute("aria-valuetext", text);
+  }
+}
+
+// Of the recorded runs one slider is moved at a time: the others go back.
+function centreOthers(moved) {
+  for (const input of section("run").querySelectorAll("input[data-name]")) {
+    const name = input.dataset.name;
+    if (input !== moved) input.value = LABS.run.grid[name].indexOf(LABS.run.centre[name]);
+  }
 }
 
 for (const lab of document.querySelectorAll(".lab")) {
   const name = lab.id;
+  if (LABS) useRecorded(name);
   showOutputs(name);
   lab.addEventListener("input", (event) => {
     if (!event.target.dataset.name) return;
+    if (LABS && name === "run") centreOthers(event.target);
     showOutputs(name);
     if (lab.dataset.lab) computeSoon(name);
   });
@@ -223,6 +274,10 @@ byId("loop-jump").addEventListener("click", () => {
   moveTo(next < 0 ? steps.length : next);
 });
 byId("run-start").addEventListener("click", start);
+if (LABS) {
+  byId("run-start").textContent = "Show the recorded run";
+  byId("run-verdict").before(make("p", { class: "quiet", text: "These runs were recorded with one slider moved at a time: the others go back to where they were." }));
+}
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
