@@ -15,7 +15,6 @@ from headwater.server.page.round_points import Point, finite, label
 Tile = dict[str, Any]
 MAX_WHY_CHARACTERS = 300
 MAX_TILES = 2_000  # devices beyond these are not shown
-MAX_DEVICE_POINTS = 400  # rounds that a device's history shows
 
 IDLE, PLANNED, COMPUTING, UPLOADING = "idle", "planned", "computing", "uploading"
 READY, DONE, DROPPED, REFUSED, LEFT_OUT, GONE = (

@@ -1,15 +1,19 @@
-"""The rounds of a whole run, in bounded memory: the newest are kept, older ones thinned out.
+"""The rounds of a run and of its devices, in bounded memory: the newest of them are kept.
 
-A run of a million rounds needs a few times ``MAX_POINTS`` points, and a browser draws them all.
+A run's older rounds are thinned out: a million of them need a few times ``MAX_POINTS`` points, and
+a browser draws them all. Of a device only the last rounds are known.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from headwater.server.page.round_points import Point
 
 MAX_POINTS = 2_000
+MAX_DEVICE_POINTS = 400  # rounds of one device
+MAX_POINTS_OF_ALL = 60_000  # rounds of all devices together: about 30 MB
 
 
 class RoundHistory:
@@ -55,3 +59,32 @@ class RoundHistory:
         """Return the rounds after the first ``num_added``, as far as they are not thinned out."""
         number = min(self.num_added - num_added, len(self._new))
         return self._new[len(self._new) - number :]
+
+
+class DeviceHistories:
+    """Each device's last rounds: up to ``MAX_DEVICE_POINTS``, and fewer where devices are many."""
+
+    def __init__(self, *, max_points: int = MAX_POINTS_OF_ALL) -> None:
+        self._max_points = max_points
+        self._points: dict[str, deque[Point]] = {}
+        self._number = 0
+
+    def add(self, name: str, point: Point) -> None:
+        """Add a device's figures in a round; the oldest of all devices may be dropped."""
+        own = self._points.setdefault(name, deque(maxlen=MAX_DEVICE_POINTS))
+        self._number -= len(own)
+        own.append(point)
+        self._number += len(own)
+        if self._number > self._max_points:
+            self._halve()
+
+    def of(self, name: str) -> list[Point]:
+        """Return a device's figures; none if it is unknown."""
+        return list(self._points.get(name, ()))
+
+    def _halve(self) -> None:
+        each = max(self._max_points // 2 // len(self._points), 1)
+        for own in self._points.values():
+            while len(own) > each:
+                own.popleft()
+        self._number = sum(map(len, self._points.values()))

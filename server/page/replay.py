@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.round_log import ROUNDS
 from headwater.server.page import device_tiles as tiles_of
-from headwater.server.page.device_tiles import MAX_DEVICE_POINTS, MAX_TILES, Tile, new_tile
-from headwater.server.page.history import RoundHistory
+from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
+from headwater.server.page.history import DeviceHistories, RoundHistory
 from headwater.server.page.round_points import (
     Point,
     field_of,
@@ -40,9 +39,7 @@ class FinishedRun:
         """
         self.history = RoundHistory()
         self._tiles: dict[str, Tile] = {}
-        self._devices: defaultdict[str, deque[Point]] = defaultdict(
-            lambda: deque(maxlen=MAX_DEVICE_POINTS)
-        )
+        self._devices = DeviceHistories()
         last: dict[str, Any] = {}
         for row in read_lines(folder):
             last = row
@@ -80,7 +77,7 @@ class FinishedRun:
 
     def device(self, name: str) -> list[Point]:
         """Return a device's last rounds."""
-        return list(self._devices.get(name, ()))
+        return self._devices.of(name)
 
     def points_since(self, num_added: int) -> tuple[list[Point], int]:
         """Return the rounds after the first ``num_added``."""
@@ -95,7 +92,7 @@ class FinishedRun:
         if tile is None and len(self._tiles) < MAX_TILES:
             tile = self._tiles[name] = new_tile(name)
         if tile is not None:
-            self._devices[name].append(found)
+            self._devices.add(name, found)
             tiles_of.note_part(tile, found)
             tile.update(state=tiles_of.DONE, why=found["plan"] or "")
 

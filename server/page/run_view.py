@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +19,8 @@ from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
 from headwater.server.page import device_tiles as tiles_of
-from headwater.server.page.device_tiles import MAX_DEVICE_POINTS, MAX_TILES, Tile, new_tile
-from headwater.server.page.history import RoundHistory
+from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
+from headwater.server.page.history import DeviceHistories, RoundHistory
 from headwater.server.page.replay import read_lines
 from headwater.server.page.round_points import (
     Point,
@@ -80,9 +80,7 @@ class RunView(Observer):
         self._tiles: dict[str, Tile] = {}
         self._shown: OpenRound | None = None
         self._noted: set[str] = set()
-        self._devices: defaultdict[str, deque[Point]] = defaultdict(
-            lambda: deque(maxlen=MAX_DEVICE_POINTS)
-        )
+        self._devices = DeviceHistories()
 
     # Called on the rounds' thread.
 
@@ -182,7 +180,7 @@ class RunView(Observer):
 
     def device(self, name: str) -> list[Point]:
         """Return a device's figures in the rounds that the page has seen."""
-        return list(self._devices.get(name, ()))
+        return self._devices.of(name)
 
     def _tile(self, name: str) -> Tile | None:
         tile = self._tiles.get(name)
@@ -200,7 +198,7 @@ class RunView(Observer):
                 name = str(field_of(part, "name"))
                 if (tile := self._tile(name)) is None:
                     continue
-                self._devices[name].append(found)
+                self._devices.add(name, found)
                 if is_last:
                     tiles_of.note_part(tile, found)
             if is_last:

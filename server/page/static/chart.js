@@ -2,7 +2,7 @@
 // A line chart in SVG: axes with round numbers, a cross that follows pointer and arrow keys, and a
 // sentence for screen readers. One chart is drawn again in place as its run goes on.
 
-const HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 10, BOTTOM = 24;
+const COLOURS = 7, HEIGHT = 200, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 36;
 
 class Chart {
   // form: {title, format, isLog, isStacked, isFromZero, isWhole, isCount}
@@ -39,7 +39,7 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.setAttribute("aria-label", this.sentence());
     this.legend.replaceChildren(...this.series.map((one) =>
-      make("span", { class: `k${one.colour % 6}` }, make("b", { text: this.form.isCount ? one.name : `${one.name} ${this.form.format(last(one.points)[1])}` }))));
+      make("span", { class: `k${one.colour % COLOURS}` }, make("b", { text: this.form.isCount ? one.name : `${one.name} ${this.form.format(last(one.points)[1])}` }))));
     if (!this.series.length) {
       this.svg.replaceChildren(draw("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing yet"));
       return;
@@ -62,18 +62,19 @@ class Chart {
         draw("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, this.form.format(y)));
     }
     for (const x of ticks(minX, maxX, Math.max(2, Math.floor(width / 55)), this.nameOfX !== "time" && this.nameOfX !== "virtual time")) {
-      parts.push(draw("text", { x: scaleX(x), y: HEIGHT - 6, "text-anchor": "middle" }, this.formatX(x)));
+      parts.push(draw("text", { x: scaleX(x), y: HEIGHT - 20, "text-anchor": "middle" }, this.formatX(x)));
     }
+    parts.push(draw("text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, this.nameOfX));
     for (const one of stacked) {
       const line = one.points.map(([x, y]) => `${scaleX(x).toFixed(1)},${scaleY(isLog ? Math.max(y, minY) : y).toFixed(1)}`);
       if (one.low) {
         const back = [...one.low].reverse().map(([x, y]) => `${scaleX(x).toFixed(1)},${scaleY(y).toFixed(1)}`);
-        parts.push(draw("polygon", { class: `${this.form.isStacked ? "stack" : "band"} f${one.colour % 6}`, points: [...line, ...back].join(" ") }));
+        parts.push(draw("polygon", { class: `${this.form.isStacked ? "stack" : "band"} f${one.colour % COLOURS}`, points: [...line, ...back].join(" ") }));
       }
       if (!this.form.isStacked) {
         parts.push(one.points.length === 1
-          ? draw("circle", { class: `f${one.colour % 6}`, r: 3, cx: scaleX(one.points[0][0]), cy: scaleY(one.points[0][1]) })
-          : draw("polyline", { class: `series k${one.colour % 6}`, points: line.join(" ") }));
+          ? draw("circle", { class: `f${one.colour % COLOURS}`, r: 3, cx: scaleX(one.points[0][0]), cy: scaleY(one.points[0][1]) })
+          : draw("polyline", { class: `series k${one.colour % COLOURS}`, points: line.join(" ") }));
       }
     }
     this.place = { scaleX, minX, maxX, width };

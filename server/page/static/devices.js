@@ -75,11 +75,11 @@ function chip(element, state) {
 function newTile(device) {
   const name = make("span", { class: "name", text: device.name });
   const state = make("span", { class: "chip" }), cells = make("div", { class: "bar" });
-  const memory = make("i"), plan = make("span"), took = make("span"), room = make("span"), sensors = make("span");
+  const memory = make("i"), plan = make("span"), took = make("span"), room = make("span"), sensors = make("span", { class: "row" });
   const root = make("button", { class: "tile", type: "button", "data-name": device.name },
     make("span", { class: "top" }, name, state),
     make("span", { class: "row" }, plan, took), cells,
-    make("span", { class: "row" }, room, sensors), make("div", { class: "bar" }, memory));
+    make("span", { class: "row" }, room), make("div", { class: "bar" }, memory), sensors);
   let number = null;
   const show = (one) => {
     chip(state, one.state);
@@ -99,6 +99,7 @@ function newTile(device) {
     memory.parentElement.hidden = share === null;
     room.textContent = memoryText(one);
     sensors.textContent = sensorText(one);
+    sensors.hidden = !sensors.textContent;
     root.title = one.why ? `${one.name}: ${one.why}` : one.name;
     root.setAttribute("aria-label", `${one.name}: ${one.state}; ${plan.textContent}, ${whole(one.done || 0)} done; memory ${memoryText(one)}`);
   };
@@ -130,7 +131,7 @@ function newRow(device) {
     chip(state, one.state);
     const texts = [one.k ? `${whole(one.k)} × ${whole(one.size)}` : DASH, whole(one.done), seconds(one.seconds), short(one.speed),
       bytes(one.memory), bytes(one.limit), one.heat === null ? DASH : `${Math.round(one.heat)} °C`,
-      percent(one.battery), one.up ? `${bytes(one.up)}/s` : DASH, one.why || ""];
+      one.battery === null && one.on_battery ? "in use" : percent(one.battery), one.up ? `${bytes(one.up)}/s` : DASH, one.why || ""];
     texts.forEach((text, at) => { cells[at + 2].textContent = text; });
   };
   return { root: make("tr", {}, ...cells), show };
@@ -143,11 +144,11 @@ function table(rows) {
 }
 
 const DEVICE_CHARTS = [
-  ["Seconds in each round", seconds, [["seconds", "seconds"]]],
-  ["Micro-batches (K)", whole, [["k", "K"]]],
-  ["Examples", whole, [["examples", "examples"]]],
-  ["Peak memory", bytes, [["memory", "bytes"]]],
-  ["Loss on its own examples", short, [["loss", "loss"]]],
+  ["Seconds in each round", seconds, "seconds"],
+  ["Micro-batches (K)", whole, "k"],
+  ["Examples", whole, "examples"],
+  ["Peak memory", bytes, "memory"],
+  ["Loss on its own examples", short, "loss"],
 ];
 
 function showDevice(device, points) {
@@ -156,12 +157,12 @@ function showDevice(device, points) {
   const facts = [["plan", device.k ? `${whole(device.k)} × ${whole(device.size)}` : DASH], ["quota", whole(device.quota)],
     ["speed", device.speed ? `${short(device.speed)} examples/s` : DASH], ["memory", memoryText(device)],
     ["heat", device.heat === null ? DASH : `${Math.round(device.heat)} °C`],
-    ["battery", device.battery === null ? DASH : `${percent(device.battery)}${device.on_battery ? ", in use" : ""}`],
+    ["battery", device.battery === null ? (device.on_battery ? "in use" : DASH) : `${percent(device.battery)}${device.on_battery ? ", in use" : ""}`],
     ["link", device.up ? `↑ ${bytes(device.up)}/s, ↓ ${bytes(device.down)}/s` : DASH]];
-  byId("device-facts").replaceChildren(...facts.map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text }))));
-  const charts = DEVICE_CHARTS.map(([title, format, lines]) => {
-    const chart = new Chart({ title, format, isFromZero: title !== "Loss on its own examples" });
-    chart.show(lines.map(([key, name]) => ({ name, points: points.map((one) => [one.round, one[key]]) })), "round", whole);
+  byId("device-facts").replaceChildren(...facts.filter(([, text]) => text !== DASH).map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text }))));
+  const charts = DEVICE_CHARTS.map(([title, format, key]) => {
+    const chart = new Chart({ title, format, isWhole: format === whole, isFromZero: key !== "loss" });
+    chart.show([{ name: key === "k" ? "K" : key, points: points.map((one) => [one.round, one[key]]) }], "round", whole);
     return chart;
   });
   byId("device-charts").replaceChildren(...charts.filter((chart) => chart.series.length).map((chart) => chart.element));

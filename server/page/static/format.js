@@ -22,9 +22,9 @@ function trim(value, digits) {
 function bytes(value) {
   if (value === null || value === undefined) return DASH;
   for (const [limit, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (value >= limit) return `${trim(value / limit, 3)} ${unit}`;
+    if (value >= limit) return `${trim(value / limit, 3)}\u00a0${unit}`;
   }
-  return `${Math.round(value)} B`;
+  return `${Math.round(value)}\u00a0B`;
 }
 
 function seconds(value) {
@@ -60,6 +60,11 @@ function draw(tag, attributes = {}, ...children) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   element.append(...children);
   return element;
+}
+
+// A text as parts in which a flag, as --page, stays in one piece.
+function withFlags(text) {
+  return text.split(/(--[a-z][a-z-]*)/).map((part) => part.startsWith("--") ? make("code", { text: part }) : part);
 }
 
 function byId(id) {

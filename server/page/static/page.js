@@ -118,7 +118,7 @@ function showFigures() {
     if (secondsPerEpoch !== null) add("Epoch", seconds(secondsPerEpoch), `for the ${whole(epochExamples)} examples of all devices`);
     add("Devices", `${whole(one.num_clients)} of ${whole(one.num_invited)}`, "in the last sum");
     add("K", one.k_min === one.k_max ? whole(one.k_min) : `${whole(one.k_min)} to ${whole(one.k_max)}`, "micro-batches per device");
-    add("Traffic", bytes(one.bytes_up + one.bytes_down), `a round: ↑ ${bytes(one.bytes_up)}, ↓ ${bytes(one.bytes_down)}`);
+    add("Traffic", bytes(one.bytes_up + one.bytes_down), `a round: ↑\u00a0${bytes(one.bytes_up)}, ↓\u00a0${bytes(one.bytes_down)}`);
     if (one.epsilon !== null) add("Epsilon", short(one.epsilon), `spent by each ${about.unit}, delta ${short(one.delta)}`);
     if (one.num_examples_left_out) add("Left out", whole(one.num_examples_left_out), "examples that could not be used");
   }
@@ -146,7 +146,7 @@ function showState(text, kind) {
 }
 
 function showDiagnosis() {
-  byId("diagnosis").replaceChildren(...run.diagnosis.map((text) => make("li", { text })));
+  byId("diagnosis").replaceChildren(...run.diagnosis.map((text) => make("li", {}, ...withFlags(text))));
 }
 
 const fleet = new Fleet(async (name) => {

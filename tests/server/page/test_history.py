@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from headwater.server.page.history import RoundHistory
+from headwater.server.page.history import MAX_DEVICE_POINTS, DeviceHistories, RoundHistory
 from headwater.server.page.round_points import point_of
 from tests.round_rows import row
 
@@ -38,3 +38,24 @@ def test_a_reader_gets_what_was_added_since() -> None:
     assert [point["round"] for point in history.since(134)] == [135, 136, 137]
     assert history.since(137) == []
     assert len(history.since(0)) < 30, "what is thinned out is gone"
+
+
+def test_many_devices_keep_fewer_rounds_each_and_the_newest_ones() -> None:
+    devices = DeviceHistories(max_points=100)
+    for number in range(1, 51):
+        for name in "abcdefghij":
+            devices.add(name, {"round": number})
+            total = sum(len(devices.of(each)) for each in "abcdefghij")
+            assert total <= 100
+    for name in "abcdefghij":
+        kept = [point["round"] for point in devices.of(name)]
+        assert kept == [*range(51 - len(kept), 51)]
+        assert len(kept) >= 5
+    assert devices.of("nobody") == []
+
+
+def test_a_single_device_keeps_its_last_rounds() -> None:
+    devices = DeviceHistories()
+    for number in range(1, 1001):
+        devices.add("a", {"round": number})
+    assert [point["round"] for point in devices.of("a")] == [*range(1001 - MAX_DEVICE_POINTS, 1001)]
