@@ -10,7 +10,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test test-slow lint types install install-client install-dev docs site proto constraints hashes digests clean
+.PHONY: demo test test-slow lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0
@@ -68,6 +68,11 @@ docs:
 # The documents as pages that need no network, with an API reference from the docstrings.
 site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file docs/site/mkdocs.yml
+
+# The pictures of the page and of the guide, taken while their test drives a browser.
+pictures: $(VENV)/.dev
+	HEADWATER_PICTURES=docs $(VENV)/bin/python -m pytest -n 0 tests/integration/test_page.py \
+		-k "simulation_is_watched or every_slider"
 
 # One file for all platforms; torch has its own rules above. Without the extra "simulators", as pfl needs
 # an older dp-accounting than the extra "privacy": it goes into a virtual environment of its own.

@@ -73,11 +73,11 @@ def test_uploads_in_progress_are_bounded_and_start_in_order() -> None:
 
 def test_an_upload_is_a_stage_from_its_announcement_on_and_its_seconds_are_counted() -> None:
     uploads = Uploads(StagingMemory(10_000), send=SentFrames().send, max_uploads=1)
-    first, waiting = session(0), session(1)
-    for one in (first, waiting):
+    first, waiting = sessions = session(0), session(1)
+    for one in sessions:
         one.stage = "computing"
         announce(uploads, one)
-        assert one.stage == "uploading"
+    assert [one.stage for one in sessions] == ["uploading"] * 2
     send(uploads, first, 0, 100)
     assert first.seconds_up == 0.0, "of a whole transfer"
     send(uploads, first, 100, len(VECTOR))
