@@ -28,7 +28,7 @@ GRIDS: Mapping[str, Grid] = {
     },
     "loop": {"size": (1, 2, 3, 4, 5, 6, 7)},
     "sums": {
-        "examples": (2, 10, 32, 64, 97, 100, 128, 256, 512),
+        "examples": (2, 10, 32, 64, 97, 100, 128, 256),
         "size": (1, 4, 8, 16, 32, 48, 64, 128),
     },
     "pace": {
@@ -40,7 +40,7 @@ GRIDS: Mapping[str, Grid] = {
         "megabytes": (1, 10, 100),
         "link": (0.5, 2.5, 25),
     },
-    "masks": {"devices": (3, 5, 10), "colluders": (0, 1, 2, 4, 9), "digit": (0, 1, 2, 3, 7)},
+    "masks": {"devices": (3, 5, 10), "colluders": (0, 1, 2, 4, 9), "digit": (0, 3, 7)},
 }
 RUN_CENTRE: dict[str, float] = {
     "devices": 12,
@@ -52,13 +52,13 @@ RUN_CENTRE: dict[str, float] = {
     "noise": 0,
 }
 RUN_GRID: Grid = {
-    "devices": (4, 12, 24),
-    "spread": (1, 4, 16),
+    "devices": (4, 12),
+    "spread": (4, 16),
     "size": (8, 64),
     "examples": (64, 512),
-    "dropout": (0, 0.3, 0.6),
+    "dropout": (0, 0.6),
     "steps": (1, 4),
-    "noise": (0, 0.5, 2),
+    "noise": (0, 2),
 }
 RUN_FIELDS = (
     *("round", "loss", "metrics", "k_max", "k_min", "num_clients", "num_invited"),

@@ -73,7 +73,8 @@ function chip(element, state) {
 }
 
 function newTile(device) {
-  const name = make("span", { class: "name", text: device.name });
+  // A name that is too long loses its middle: its end tells like devices apart.
+  const name = make("span", { class: "name" }, make("span", { text: device.name.slice(0, -8) }), make("span", { text: device.name.slice(-8) }));
   const state = make("span", { class: "chip" }), cells = make("div", { class: "bar" });
   const memory = make("i"), plan = make("span"), took = make("span"), room = make("span"), sensors = make("span", { class: "row" });
   const root = make("button", { class: "tile", type: "button", "data-name": device.name },
