@@ -252,6 +252,9 @@ class TaskNotInstalled(DeviceRefused):
         "copy the task's file to the device and name it in [client.tasks] of client.toml; until "
         "then the device takes part in the runs of its other tasks"
     )
+class AggregatorRefused(DeviceRefused):
+    """The server's run cannot count the sums of aggregators."""
+    remedy = "connect the devices to the server above, without --upstream"
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"

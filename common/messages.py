@@ -262,6 +262,9 @@ class DeviceReport(WireMessage):
     lacks_frozen: bool = Field(
         False, description="the device has not the frozen part that the request names"
     )
+    is_aggregator: bool = Field(
+        False, description="it trains nothing itself, and lists its own devices when asked"
+    )
 
 
 class FrozenPart(WireMessage):

@@ -22,7 +22,7 @@ _ROOTS = {Path(__file__).parent.parent, Path(__file__).resolve().parent.parent}
 _OURS = tuple(
     f"{root / folder}{os.sep}"
     for root in _ROOTS
-    for folder in ("client", "server", "common", "simulation")
+    for folder in ("client", "server", "common", "aggregator", "simulation")
 )
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"

@@ -178,7 +178,7 @@ fingerprint_of() {
     (
         cd "$1"
         # shellcheck disable=SC2046 # the names are our own, without spaces
-        sha256sum $(find headwater/__init__.py common client server simulation examples -name '*.py' | LC_ALL=C sort) \
+        sha256sum $(find headwater/__init__.py common client server aggregator simulation examples -name '*.py' | LC_ALL=C sort) \
             pyproject.toml constraints.txt deploy/requirements.txt deploy/torch.txt | sha256sum | cut -d ' ' -f 1
     )
 }
@@ -221,7 +221,7 @@ make_release() {
     # /tmp may be memory, and small.
     TMPDIR=$release/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
     export TMPDIR PIP_NO_CACHE_DIR PIP_DISABLE_PIP_VERSION_CHECK
-    for part in headwater common client server simulation examples pyproject.toml constraints.txt README.md LICENSE; do
+    for part in headwater common client server aggregator simulation examples pyproject.toml constraints.txt README.md LICENSE; do
         cp -RP "$source/$part" "$release/app/"
     done
     find "$release/app" -name __pycache__ -prune -exec rm -rf {} +

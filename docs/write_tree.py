@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- tree -->\n", "<!-- end of tree -->\n"
-PACKAGES = ("server", "client", "common", "simulation")
+PACKAGES = ("server", "client", "aggregator", "common", "simulation")
 
 
 def first_line(path: Path) -> str:

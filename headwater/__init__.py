@@ -1,9 +1,9 @@
 """Headwater: federated training for the computers that people already own.
 
-The rooms lie at the top of the repository (``server/``, ``client/``, ``common/``, ``simulation/``)
-and are imported from here alone, so that a user's own ``common.py`` or ``client/`` collides with
-nothing. In a checkout and for type checkers the folders beside this file are symbolic links; a
-wheel has the folders themselves.
+The rooms lie at the top of the repository (``server/``, ``client/``, ``common/``, ``aggregator/``,
+``simulation/``) and are imported from here alone, so that a user's own ``common.py`` or ``client/``
+collides with nothing. In a checkout and for type checkers the folders beside this file are symbolic
+links; a wheel has the folders themselves.
 
 The public names are loaded at their first use, so that ``import headwater`` loads no torch. To add
 one, name it three times: for type checkers, in ``__all__``, and in ``_MODULES``.

@@ -9,6 +9,8 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from headwater.common.errors import AggregatorRefused
+from headwater.common.settings.conflicts import why_no_branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.asynchronous.buffered_rounds import rounds_of
@@ -66,7 +68,11 @@ def server_app(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
-        fleet = GridFleet(grid)
+        fleet = GridFleet(
+            grid,
+            branch_order=own.training.branch_order,
+            no_branches=_refusal_of_branches(settings),
+        )
         versions = ModelVersions(own.training)
         observers = Observers(RoundLog(), ReportWriter(), versions, *own.trackers, observer)
         run(
@@ -79,6 +85,11 @@ def server_app(
         )
 
     return app
+
+
+def _refusal_of_branches(settings: Settings) -> AggregatorRefused | None:
+    why = why_no_branches(settings.secure, settings.aggregation, settings.asynchronous)
+    return None if why is None else AggregatorRefused(f"this run takes no aggregators: {why}")
 
 
 def server_context(settings: Settings, *, run_id: int) -> Context:

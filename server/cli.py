@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import SERVER
 from headwater.common.settings.flags import PlainCommand
 from headwater.common.system.command_line import (
@@ -70,6 +71,17 @@ def serve(
             return
         if shared.holds_run:
             settings, resume = given(resume=True), True
+    if settings.server.upstream is not None:
+        if resume or shared is not None:
+            raise SettingsError(
+                "an aggregator keeps no run: --resume, --standby and --shared-state are for the "
+                "server above",
+                remedy="leave them out; an aggregator that starts again continues by itself",
+            )
+        from headwater.aggregator.serve import serve_branch
+
+        serve_branch(settings)
+        return
     listen = settings.server.listen
     credentials = check_addresses(settings, listen, metrics=settings.server.metrics)
     if settings.server.page is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Way = Literal["up", "down"]
-Side = Literal["server", "client"]
+Side = Literal["server", "client", "aggregator"]
 Failure = Literal["killed", "parted", "stopped"]
 """parted: from the devices and from the shared state. stopped: it continues when it is too late."""
 WhatHappens = Literal["cut", "truncate", "corrupt", "stall", "part"]

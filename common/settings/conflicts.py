@@ -391,6 +391,32 @@ def _of_asynchronous(
             yield SettingsError(f"in asynchronous rounds {what}", remedy=remedy)
 
 
+def why_no_branches(
+    secure: SecureSettings,
+    aggregation: AggregationSettings,
+    asynchronous: AsynchronousSettings,
+) -> str | None:
+    """Return why a run cannot have aggregators, with the remedy after a colon; None if it can."""
+    refused = _against_branches(secure, aggregation, asynchronous)
+    return next((text for text, is_refused in refused.items() if is_refused), None)
+
+
+def _against_branches(
+    secure: SecureSettings,
+    aggregation: AggregationSettings,
+    asynchronous: AsynchronousSettings,
+) -> dict[str, bool]:
+    """Return what speaks against aggregators, and whether it is set."""
+    return {
+        "masks cancel within a branch, whose aggregator would see the sum of its devices: leave "
+        "out --secure-aggregation": secure.aggregation != "off",
+        "a rule needs single updates, and an aggregator sends a sum: leave out --aggregation": (
+            aggregation.rule != "sum"
+        ),
+        "asynchronous steps take single updates: leave out --asynchronous": asynchronous.is_on,
+    }
+
+
 def _of_tree(
     simulation: SimulationSettings,
     secure: SecureSettings,
@@ -398,13 +424,7 @@ def _of_tree(
     asynchronous: AsynchronousSettings,
 ) -> Iterator[SettingsError]:
     """Yield what needs single updates, or other sums than those of aggregators."""
-    refused = {
-        "masks cancel within a branch, whose aggregator would see the sum of its devices: leave "
-        "out --secure-aggregation": secure.aggregation != "off",
-        "a rule needs single updates, and an aggregator sends a sum: leave out --aggregation": (
-            aggregation.rule != "sum"
-        ),
-        "asynchronous steps take single updates: leave out --asynchronous": asynchronous.is_on,
+    refused = _against_branches(secure, aggregation, asynchronous) | {
         "they are simulated in one process: leave out --engine": simulation.engine != "in-process",
         "devices that are computed together are added before any aggregator: leave out --compute": (
             simulation.compute not in ("auto", "one-by-one")

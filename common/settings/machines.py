@@ -60,6 +60,16 @@ class ServerSettings(Branch):
         panel=RUN,
         bare="127.0.0.1:8600",
     )
+    upstream: Addresses | None = setting(
+        None,
+        "the server above: this server adds the updates of its own devices, and sends it their sum "
+        "(docs/scale.md); with a standby A:PORT,B:PORT",
+    )
+    upstream_config: File | None = setting(
+        None,
+        "this server's name and certificate for the server above: the client.toml that "
+        "`headwater-client join` wrote",
+    )
     staging_bytes: Bytes = setting(
         64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
     )

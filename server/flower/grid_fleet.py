@@ -16,8 +16,15 @@ from typing import Any, TypeVar
 from flwr.app import Array, Message, RecordDict
 from flwr.serverapp import Grid
 
+from headwater.common.branch_messages import BranchHead, BranchPlans
 from headwater.common.compression.model_difference import SentModel
-from headwater.common.errors import ConnectionLost, FrozenPartMissing, HeadwaterError, LateUpdate
+from headwater.common.errors import (
+    AggregatorRefused,
+    ConnectionLost,
+    FrozenPartMissing,
+    HeadwaterError,
+    LateUpdate,
+)
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import (
@@ -33,13 +40,24 @@ from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.system.bounded_memory import BoundedMemory
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_seconds import LinkSeconds
-from headwater.server.fleet import Dropout, Reply, Traffic
+from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
+from headwater.server.flower.branches import DividedPlans
 from headwater.server.flower.registration import Registration, check_name
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.tree.branch_wire import (
+    BranchOrders,
+    BranchReports,
+    branch_plans,
+    read_evaluation,
+    read_sum,
+    replies_needed,
+)
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bound=Update | ReadyReport | EvaluateReport | Reply)
+Answer = TypeVar(
+    "Answer", bound=Update | ReadyReport | BranchSum | EvaluateReport | BranchReports | Reply
+)
 
 JOIN_POLL_SECONDS = 0.05
 FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
@@ -51,10 +69,20 @@ REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line
 class GridFleet:
     """The clients of a Grid, by name."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        branch_order: BranchOrders | None = None,
+        no_branches: AggregatorRefused | None = None,
+    ) -> None:
+        """``branch_order`` makes the orders of aggregators, unless ``no_branches`` refuses them."""
+        if branch_order is None:
+            no_branches = AggregatorRefused("this server has no aggregators")
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
-        self._registration = Registration(grid)
+        self._registration = Registration(grid, no_branches=no_branches)
+        self._branch_order = branch_order
         self._reports: dict[str, DeviceReport] = {}
         self._flower_bytes_up = self._flower_bytes_down = 0
         self._request: DescribeRequest | None = None
@@ -81,6 +109,7 @@ class GridFleet:
 
     def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
         self._request = request
+        self._registration.branches.begin_round()
         if self._own is not None:
             self._own.expect(request)
             self._own.while_waiting = partial(self._registration.ask_newcomers, request)
@@ -89,11 +118,11 @@ class GridFleet:
         needed, refusals = counted(min_clients, "client"), self._registration.refusals
         while True:
             self._registration.update(request)
-            reports, refused = self._registration.reports, self._registration.refused
+            reports, refused = self._registration.clients(), self._registration.refused
             may_begin = self._own is None or self._own.may_begin()
             if may_begin and self._registration.may_begin(min_clients=min_clients):
                 refusals.log()
-                return self._connected(reports.values())
+                return self._connected(reports)
             is_complete = not getattr(self._grid, "awaits_more", True)
             is_hopeless = is_complete or (self._own is None and not reports)
             if refused and is_hopeless and not self._registration.awaits_newcomers:
@@ -106,9 +135,8 @@ class GridFleet:
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 
-    def _connected(self, reports: Iterable[DeviceReport]) -> ConnectedClients:
-        before, now = self._reports, {report.name: report for report in reports}
-        self._reports = now
+    def _connected(self, now: dict[str, DeviceReport]) -> ConnectedClients:
+        before, self._reports = self._reports, now
         return ConnectedClients(
             reports=now,
             described=[name for name, report in now.items() if before.get(name) is not report],
@@ -128,10 +156,13 @@ class GridFleet:
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | ReadyReport | Dropout]:
+    ) -> Iterator[Update | ReadyReport | BranchSum | Dropout]:
         start_seconds = time.monotonic()
+        sent = self._divided(plans)
 
-        def read(name: str, content: RecordDict) -> Update | ReadyReport:
+        def read(name: str, content: RecordDict) -> Update | ReadyReport | BranchSum:
+            if name in sent.branches:
+                return read_sum(*_parts(content), sent.branches[name], image.layout)
             if plans[name].is_masked:
                 ready = records.read(content, ReadyReport)
                 if ready.seconds is None:  # a real device: the grid checks the deadline
@@ -145,8 +176,26 @@ class GridFleet:
             _check_in_time(update.name, update.report.seconds, timeout_seconds)
             return update
 
-        self._expect_replies(num_needed)
-        return self._send_model("train", plans, image, timeout_seconds, read)
+        self._expect_replies(replies_needed(sent.sizes, num_needed))
+        contents = {
+            name: branch_plans(
+                own,
+                self._order(own),
+                num_tensors=len(image.layout.spans),
+                num_needed=max(num_needed - (len(plans) - len(own)), 0),
+                timeout_seconds=timeout_seconds,
+            )
+            for name, own in sent.branches.items()
+        }
+        answers = self._send_model("train", sent.direct, contents, image, timeout_seconds, read)
+        return sent.of_devices(answers)
+
+    def _divided(self, plans: Mapping[str, Plan]) -> DividedPlans:
+        return self._registration.branches.divide(plans, self._nodes())
+
+    def _order(self, plans: Mapping[str, Plan]) -> BranchOrder:
+        assert self._branch_order is not None  # without it no aggregator is admitted
+        return self._branch_order(plans)
 
     def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
         """See ``DispatchingFleet``; the model is copied, as steps change it while it is sent.
@@ -235,7 +284,7 @@ class GridFleet:
 
     def _has_newcomers(self) -> bool:
         """Whether a client has joined since the last call of ``describe``."""
-        return any(one.name not in self._reports for one in self._registration.reports.values())
+        return any(name not in self._reports for name in self._registration.clients())
 
     def _note_busy(self) -> None:
         nodes = self._nodes()
@@ -274,11 +323,30 @@ class GridFleet:
     def evaluate(
         self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
     ) -> Iterator[EvaluateReport | Dropout]:
-        def read(_: str, content: RecordDict) -> EvaluateReport:
+        sent = self._divided(plans)
+
+        def read(name: str, content: RecordDict) -> EvaluateReport | BranchReports:
+            if name in sent.branches:
+                return read_evaluation(*_parts(content), sent.branches[name])
             return records.read(content, EvaluateReport)
 
         self._expect_replies(0)
-        return self._send_model("evaluate", plans, image, timeout_seconds, read)
+        contents = {
+            name: branch_plans(
+                own,
+                None,
+                num_tensors=len(image.layout.spans),
+                num_needed=0,
+                timeout_seconds=timeout_seconds,
+            )
+            for name, own in sent.branches.items()
+        }
+        answers = self._send_model("evaluate", sent.direct, contents, image, timeout_seconds, read)
+        for answer in sent.of_devices(answers):
+            if isinstance(answer, BranchReports):
+                yield from answer.answers
+            else:
+                yield answer
 
     def _expect_replies(self, num_needed: int) -> None:
         if self._own is not None:
@@ -288,18 +356,21 @@ class GridFleet:
         self,
         message_type: str,
         plans: Mapping[str, Plan],
+        branches: Mapping[str, BranchPlans],
         image: SentModel,
         timeout_seconds: float | None,
         read: Callable[[str, RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
-        """Send each plan with the model."""
+        """Send each plan, and each aggregator its plans, with the model."""
         if self._own is not None:
             self._own.offer_differences(image.difference_from)
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
-        contents = {name: records.content_of(plan, array) for name, plan in plans.items()}
+        heads: Mapping[str, Plan | BranchPlans] = {**plans, **branches}
+        contents = {name: records.content_of(head, array) for name, head in heads.items()}
+        types = dict.fromkeys(branches, f"{message_type}.branch")
         round_number = next((plan.round for plan in plans.values()), 0)
-        return self._send(message_type, contents, str(round_number), timeout_seconds, read)
+        return self._send(message_type, contents, str(round_number), timeout_seconds, read, types)
 
     def _send(
         self,
@@ -308,15 +379,25 @@ class GridFleet:
         group_id: str,
         timeout_seconds: float | None,
         read: Callable[[str, RecordDict], Answer],
+        types: Mapping[str, str] | None = None,
     ) -> Iterator[Answer | Dropout]:
-        """Send each client its message; yield each answer, and a Dropout per client without one."""
+        """Send each client its message; yield each answer, and a Dropout per client without one.
+
+        ``types`` are the messages' types where they are not ``message_type``.
+        """
         nodes = self._nodes()
         for left in [name for name in contents if name not in nodes]:
             yield Dropout(name=left, error=ConnectionLost(f"{left} left during the round"))
         awaited = {nodes[name]: name for name in contents if name in nodes}
         answered: set[int] = set()
         messages = [
-            Message(content, nodes[name], message_type, group_id=group_id, ttl=timeout_seconds)
+            Message(
+                content,
+                nodes[name],
+                message_type if types is None else types.get(name, message_type),
+                group_id=group_id,
+                ttl=timeout_seconds,
+            )
             for name, content in contents.items()
             if name in nodes
         ]
@@ -414,6 +495,11 @@ def _check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> 
     """
     if timeout_seconds is not None and seconds > timeout_seconds:
         raise LateUpdate(f"{name} took {seconds:.1f} s, the deadline is {timeout_seconds:.1f} s")
+
+
+def _parts(content: RecordDict) -> tuple[BranchHead, memoryview | bytes]:
+    """Return the head and the vector of an aggregator's answer."""
+    return records.read(content, BranchHead), records.vector(content) or b""
 
 
 def _num_bytes(content: RecordDict) -> int:

@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flwr.app import Message
 
+from headwater.common.branch_messages import (
+    EVALUATE_BRANCH,
+    MAX_MEMBERS_BYTES,
+    MEMBERS,
+    TRAIN_BRANCH,
+    BranchPlans,
+)
 from headwater.common.compression.model_difference import FindDifference
 from headwater.common.compression_terms import update_bytes
 from headwater.common.errors import HeadwaterError
@@ -19,9 +26,11 @@ from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 
-# Messages of these types carry the model, which is sent to each device once per round.
-WITH_MODEL = ("train", "evaluate")
+# Messages of these types carry the model, which is sent to each node once per round.
+WITH_MODEL = ("train", "evaluate", TRAIN_BRANCH, EVALUATE_BRANCH)
 FROZEN = "query.frozen"
+# Messages to aggregators.
+OF_BRANCHES = (f"query.{MEMBERS}", TRAIN_BRANCH, EVALUATE_BRANCH)
 # Between two looks at who has connected during a round.
 LOOK_SECONDS = 0.5
 # Weight of the latest update in the moving average: a single page fault soon fades.
@@ -175,6 +184,7 @@ class GrpcGrid(HeadwaterGrid):
                 if arrival.message_id in awaited:
                     device_records.note_answer(awaited.pop(arrival.message_id))
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
+                is_update &= self._is_of_device(arrival.message_id)
                 begun = time.monotonic()
                 yield from self._replies(arrival)
                 # The generator resumes when the round has checked and added this update.
@@ -194,6 +204,10 @@ class GrpcGrid(HeadwaterGrid):
         node_id = self._sent[message_id].metadata.dst_node_id
         return self._servicer.name_of(node_id) or f"node {node_id}"
 
+    def _is_of_device(self, message_id: str) -> bool:
+        message = self._sent.get(message_id)
+        return message is not None and message.metadata.message_type not in OF_BRANCHES
+
     def _measure_turn(self, seconds: float) -> None:
         before = seconds if self._turn_seconds is None else self._turn_seconds
         self._turn_seconds = before + TURN_WEIGHT * (seconds - before)
@@ -209,8 +223,16 @@ class GrpcGrid(HeadwaterGrid):
                 arrival.staging.release()
 
     def _expected_bytes(self, message: Message) -> int:
-        """Return the length of the reply's vector; a masked update is sent in a later reply."""
+        """Return the length of the reply's vector; a masked update is sent in a later reply.
+
+        An aggregator's vector is at most so long.
+        """
         kind = message.metadata.message_type
+        if kind == f"query.{MEMBERS}":
+            return MAX_MEMBERS_BYTES
+        if kind in OF_BRANCHES:
+            num_bytes = records.read(message.content, BranchPlans).answer_bytes
+            return num_bytes + (8 * self._num_parameters if kind == TRAIN_BRANCH else 0)
         if kind != "train":
             return self._reply_bytes.get(kind, 0)
         plan = records.read(message.content, Plan)
@@ -229,6 +251,7 @@ class GrpcGrid(HeadwaterGrid):
             image=memoryview(vector or b"") if is_model else None,
             difference_from=self._difference_from if is_model else None,
             reply_bytes=self._expected_bytes(message),
+            is_length_exact=kind not in OF_BRANCHES,
             frozen=memoryview(vector or b"") if is_frozen else None,
             frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",
             vector=b"" if is_model or is_frozen else bytes(vector or b""),

@@ -2,6 +2,8 @@
 
 A device that lacks the frozen part of the model is sent it then, and joins when it has it.
 
+A node may be an aggregator, which lists devices of its own (``server.flower.branches``).
+
 A device that is slow to answer, for example a Raspberry Pi that imports torch and tests its task,
 joins a later round; a device that stays silent is refused. A known device can be asked again, for
 example after it was left out of a round: its answer replaces the old one whenever it arrives.
@@ -19,6 +21,7 @@ from flwr.serverapp import Grid
 from rich.filesize import decimal
 
 from headwater.common.errors import (
+    AggregatorRefused,
     ConnectionLost,
     CorruptUpdate,
     HeadwaterError,
@@ -30,6 +33,7 @@ from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.wording import counted
+from headwater.server.flower.branches import Branches
 from headwater.server.refused_devices import RefusedDevices
 
 log = logging.getLogger(__name__)
@@ -58,7 +62,14 @@ class PendingDescription:
 class Registration:
     """The nodes of a grid and their descriptions."""
 
-    def __init__(self, grid: Grid, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        no_branches: AggregatorRefused | None = None,
+    ) -> None:
+        """``no_branches`` says why the run has no aggregators; None: it may have them."""
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
         self.refusals = RefusedDevices()
@@ -66,6 +77,8 @@ class Registration:
         """The model whose frozen part is sent to the devices that lack it."""
         self.busy: set[int] = set()
         """Nodes that work on plans of asynchronous rounds: no further message interrupts them."""
+        self.branches = Branches(grid, clock=clock)
+        self._no_branches = no_branches
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
@@ -81,7 +94,7 @@ class Registration:
         devices of a fleet start at about the same time; the wait ends even if more newcomers come.
         No later round waits for a newcomer.
         """
-        if len(self.reports) < min_clients:
+        if self.branches.awaits_lists() or len(self.clients()) < min_clients:
             return False
         if not self._has_begun:
             now = self._clock()
@@ -92,6 +105,11 @@ class Registration:
                 one.is_repeat or one.at < now - patience for one in self._pending.values()
             )
         return self._has_begun
+
+    def clients(self) -> dict[str, DeviceReport]:
+        """Return the descriptions of all clients by name: the nodes' own, and the aggregators'."""
+        own = {one.name: one for one in self.reports.values() if not one.is_aggregator}
+        return own if len(own) == len(self.reports) else {**self.branches.devices(own), **own}
 
     @property
     def awaits_newcomers(self) -> bool:
@@ -119,13 +137,16 @@ class Registration:
         self.reports = {n: r for n, r in self.reports.items() if n in present}
         self.refused = {n: e for n, e in self.refused.items() if n in present}
         self._ask_new(present, request)
-        if self._pending:
-            for reply in self._grid.pull_messages(list(self._pending)):
+        self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
+        self.branches.ask(request)
+        if awaited := [*self._pending, *self.branches.pending]:
+            for reply in self._grid.pull_messages(awaited):
                 self.take_reply(reply)
         self._refuse_silent()
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Ask known devices again, by name; skips devices that have not answered yet."""
+        self.branches.describe_again(requests)
         asked = {one.node_id for one in self._pending.values()}
         nodes = {report.name: node for node, report in self.reports.items() if node not in asked}
         self._ask(
@@ -157,10 +178,10 @@ class Registration:
                 )
 
     def take_reply(self, reply: Message) -> bool:
-        """Take a reply to a request for a description; return False for any other reply."""
+        """Take a description, or an aggregator's list; return False for any other reply."""
         pending = self._pending.pop(reply.metadata.reply_to_message_id, None)
         if pending is None:
-            return False
+            return self.branches.take(reply)
         try:
             report = self._report_of(reply, pending)
         except ConnectionLost as error:
@@ -177,6 +198,9 @@ class Registration:
             is_new = pending.node_id not in self.reports
             self.reports[pending.node_id] = report
             if is_new:
+                if report.is_aggregator:
+                    log.info("%s joined: aggregator", report.name)
+                    return True
                 number = report.num_examples
                 told = "requires masks" if number is None else counted(number, "example")
                 told += ", computes in bfloat16" if report.precision == "bfloat16" else ""
@@ -189,12 +213,15 @@ class Registration:
         """Return the description in a reply, or the one before a frozen part that has arrived.
 
         Raises:
-            HeadwaterError: the reply is an error, malformed, or under another name.
+            HeadwaterError: the reply is an error, malformed, or under another name; or it is of an
+                aggregator, and the run has none.
         """
         content = records.reply_content(reply)
         if pending.report is None:
             report = records.read(content, DeviceReport)
             self._check_name(pending.node_id, report.name)
+            if report.is_aggregator and self._no_branches is not None:
+                raise self._no_branches
             return report
         done = records.read(content, FrozenReport)
         check_name(done.name, pending.report.name)

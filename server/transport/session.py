@@ -39,7 +39,9 @@ class DeviceInstruction:
     image: memoryview | None
     """The model, which is sent in chunks before the instruction."""
     reply_bytes: int
-    """The exact length of the vector in the reply."""
+    """The length of the vector in the reply."""
+    is_length_exact: bool = True
+    """Whether the vector has exactly that length; False: it has at most that length."""
     difference_from: FindDifference | None = None
     """Finds what a device needs in place of the model; None: all are sent the model."""
     frozen: memoryview | None = None
@@ -48,6 +50,12 @@ class DeviceInstruction:
     """Its digest."""
     vector: bytes = b""
     """A vector small enough to travel in the instruction's own frame."""
+
+    def allows(self, num_bytes: int) -> bool:
+        """Whether the vector in the reply may have this length."""
+        if self.is_length_exact:
+            return num_bytes == self.reply_bytes
+        return num_bytes <= self.reply_bytes
 
 
 @dataclass(kw_only=True, slots=True)

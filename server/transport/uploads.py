@@ -92,13 +92,11 @@ class Uploads:
         if instruction is None or reply.message_id != instruction.message_id:
             self._refuse_unasked(session, reply)
             return
-        if (
-            len(reply.head_json) > MAX_REPLY_HEAD_BYTES
-            or reply.num_bytes != instruction.reply_bytes
-        ):
+        if len(reply.head_json) > MAX_REPLY_HEAD_BYTES or not instruction.allows(reply.num_bytes):
+            up_to = "" if instruction.is_length_exact else "up to "
             oversize = OversizeUpdate(
                 f"{session.name}: received a reply of {reply.num_bytes:,} bytes with a head of "
-                f"{len(reply.head_json):,} bytes, expected {instruction.reply_bytes:,} bytes"
+                f"{len(reply.head_json):,} bytes, expected {up_to}{instruction.reply_bytes:,} bytes"
             )
             self.reject(session, oversize)
             return

@@ -9,6 +9,7 @@ among branches; it differs only where a sum had to be shifted (``aggregation.coh
 from __future__ import annotations
 
 from headwater.common.compression.model_difference import SentModel
+from headwater.common.errors import LateUpdate
 from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.fleet import BranchOrder, BranchSum, Fleet
@@ -35,7 +36,8 @@ class Aggregator:
         """Let the devices train, and return their sum; its integers are valid until the next call.
 
         A device that does not answer, or whose update is refused, is in ``refused``, and the others
-        are in the sum.
+        are in the sum. The fleet may raise a LateUpdate when the server above waits no longer: it
+        is the reason of the devices that have not answered by then.
         """
         self._total.open_part(order.scale_bits)
         opened = OpenRound(
@@ -46,8 +48,13 @@ class Aggregator:
             norm_watch=order.norm_watch,
             beyond_norm=order.beyond_norm,
         )
-        for answer in self._fleet.train(
+        answers = self._fleet.train(
             order.plans, image, num_needed=num_needed, timeout_seconds=timeout_seconds
-        ):
-            opened.take(answer)
+        )
+        try:
+            for answer in answers:
+                opened.take(answer)
+        except LateUpdate as late:
+            for name in order.plans.keys() - opened.accepted.keys() - opened.refused.keys():
+                opened.refuse(name, late)
         return opened.branch_sum(self._name)

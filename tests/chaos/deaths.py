@@ -52,6 +52,7 @@ POINTS = {
     "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
     "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
     "before the shared commit": _server("standby.lease:Lease.commit"),
+    "summed, not sent": _server("tree.aggregator:Aggregator.train", "behind"),
     "before its plan": _client("transport.exchange:Exchange.take_instruction"),
     "plan received": _client("flower.node:Node.answer"),
     "training": _client("training.window_sum:WindowSum.add"),

@@ -149,9 +149,12 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
 
 
 def trial_of(scenario: Scenario, processes: Processes, stack: ExitStack) -> Trial:
-    """Return the trial of a scenario: one server that comes back, or two."""
+    """Return the trial of a scenario: one server that comes back, or two, or a tree."""
     from tests.chaos.takeovers import TakeoverTrial  # which imports this module
+    from tests.chaos.trees import TreeTrial  # as above
 
+    if any(death.side == "aggregator" for death in scenario.plan.deaths):
+        return TreeTrial(scenario, processes, stack)
     kind = TakeoverTrial if scenario.plan.failures else Trial
     return kind(scenario, processes, stack)
 

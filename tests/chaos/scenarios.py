@@ -125,7 +125,7 @@ def death_scenarios() -> Iterator[Scenario]:
     """Yield SIGKILL of either side at each point of a round."""
     short = {"folded", "uploaded, not acknowledged"}
     for name, point in POINTS.items():
-        if name in (*WRITING, *SHARED):
+        if name in (*WRITING, *SHARED, *IN_TREES):
             continue
         yield Scenario(
             name=f"{point.side} killed: {name}",
@@ -144,6 +144,7 @@ def death_scenarios() -> Iterator[Scenario]:
 
 
 SHARED = ("before the shared commit",)
+IN_TREES = ("summed, not sent",)
 WRITING = ("in the checkpoint",)
 AMONG_CHUNKS = ("in mid-upload", "in its upload", "uploaded, not verified")
 # Counted from the round in which it goes wrong: K is 2, an update has 3 chunks and 2 receipts.
@@ -179,6 +180,14 @@ def machine_scenarios() -> Iterator[Scenario]:
     yield Scenario(
         name="server killed, parted and stopped, with a standby",
         plan=NONE.fail_over("killed", "parted", "stopped"),
+        is_short=True,
+    )
+    yield Scenario(
+        name="an aggregator killed in mid-round, and the server above",
+        plan=NONE.kill("aggregator", "acknowledged, not folded")
+        .kill("server", "folded")
+        .kill("aggregator", "summed, not sent"),
+        num_devices=4,
         is_short=True,
     )
     for seconds in (600, -600):

@@ -38,6 +38,8 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_in_code_is_one_of_a_file(page: Path) -> None:
     text = page.read_text()
-    named = re.findall(r"`((?:client|common|server|simulation|tests|benchmarks)/[\w/.]+)`", text)
+    named = re.findall(
+        r"`((?:client|common|server|aggregator|simulation|tests|benchmarks)/[\w/.]+)`", text
+    )
     gone = [path for path in named if not (ROOT / path).exists()]
     assert not gone

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("common", "client", "server", "simulation")
+PACKAGES = ("common", "client", "server", "aggregator", "simulation")
 MAX_FILES = 14
 
 # A folder, and the folders that no file in it may import; "server" alone is the files at its top.
 MUST_NOT_IMPORT = {
-    "common": ("client", "server", "simulation"),
-    "client": ("server", "simulation"),
+    "common": ("client", "server", "aggregator", "simulation"),
+    "client": ("server", "aggregator", "simulation"),
+    "aggregator": ("simulation",),
     "server": ("client", "simulation"),
     "server/planning": (
         *("server", "server/aggregation", "server/enrolment", "server/flower"),
@@ -48,7 +49,7 @@ MUST_NOT_IMPORT = {
 }
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/flower/", "common/flower/"),
-    *("server/app.py", "server/flower/", "simulation/engines/"),
+    *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")
 PUBLIC_FLOWER = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
@@ -145,6 +146,11 @@ def test_only_the_command_and_comparisons_import_sweeps() -> None:
     rooms = ("simulation/sweep/", "simulation/compare/")
     outside = {name for name in found if not name.startswith(rooms)}
     assert outside == {"simulation/cli.py"}
+
+
+def test_only_the_server_s_command_imports_the_aggregator() -> None:
+    found = {name for name in sources() for it in imports(name) if it.startswith("aggregator/")}
+    assert {name for name in found if not name.startswith("aggregator/")} == {"server/cli.py"}
 
 
 @pytest.mark.parametrize("package", PAGE_PACKAGES)

@@ -6,10 +6,10 @@ whole round, and nothing is divided before the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,15 +17,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.errors import CorruptUpdate, SettingsError
-from headwater.common.messages import Plan, UpdateReport
+from headwater.common.errors import CorruptUpdate, LateUpdate, SettingsError
+from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum, PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.fleet import BranchSum
+from headwater.server.fleet import BranchOrder, BranchSum, Fleet
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.tree.aggregator import Aggregator
 from headwater.simulation.run import run_engine
 from tests.processes import model_digest
 from tests.tasks import TwoLayers
@@ -127,6 +128,40 @@ def test_aggregators_lead_to_the_model_of_a_flat_run_bit_for_bit(
     tree = simulate(tmp_path / "tree", aggregators=aggregators, **both)
     assert model_digest(tmp_path / "tree") == model_digest(tmp_path / "flat")
     assert tree == flat
+
+
+class Interrupted:
+    """A fleet whose server above closes the round after the first answers."""
+
+    def __init__(self, answers: Sequence[Update]) -> None:
+        self.answers = answers
+
+    def train(self, *_: Any, **__: Any) -> Iterator[Update]:
+        yield from self.answers
+        raise LateUpdate("the server above waits no longer")
+
+
+def test_an_aggregator_that_must_end_early_sends_the_sum_of_what_it_has() -> None:
+    root = opened(3)
+    sent = BranchOrder(
+        plans=order(["a", "b", "c"]),
+        scale_bits=root.scale_bits,
+        max_weight_per_example=1,
+        norm_watch=None,
+        beyond_norm="refuse",
+    )
+    vectors = updates(2)
+    answers = [
+        Update(values_P=vector, report=cast(UpdateReport, one))
+        for vector, one in zip(vectors, branch().reports, strict=True)
+    ]
+    fleet = cast(Fleet, Interrupted(answers))
+    image = build_model(TwoLayers(), seed=0)
+    done = Aggregator("north", fleet, image).train(sent, image, num_needed=0, timeout_seconds=None)
+    assert [report.name for report in done.reports] == ["a", "b"]
+    assert {name: error.code for name, error in done.refused.items()} == {"c": "LateUpdate"}
+    both = part_of(root.scale_bits, vectors)
+    assert np.array_equal(done.total.integers_P, both.integers_P)
 
 
 # An aggregator that is wrong, or lies.

@@ -17,7 +17,7 @@ import pytest
 import headwater
 from tests.venvs import ROOT
 
-ROOMS = ("client", "common", "server", "simulation")
+ROOMS = ("aggregator", "client", "common", "server", "simulation")
 # To read torch's types too takes six times as long.
 OUR_TYPES_ALONE = """
 [mypy]

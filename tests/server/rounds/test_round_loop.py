@@ -37,7 +37,7 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
-from headwater.server.fleet import Dropout, Reply, Traffic
+from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.rounds.round_loop import run
@@ -84,7 +84,7 @@ class Network:
         for answer in self._fleet.train(
             plans, image, num_needed=num_needed, timeout_seconds=timeout_seconds
         ):
-            assert not isinstance(answer, ReadyReport)
+            assert not isinstance(answer, ReadyReport | BranchSum)
             yield from self._tamper(answer)
 
     def converse(

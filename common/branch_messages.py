@@ -1,0 +1,181 @@
+"""The messages between a server and its aggregators: the devices of a branch, its plans, its sum.
+
+An aggregator's reply has a small head. Its vector holds the branch's sum, if the reply has one, and
+then the other data as JSON: so the reports of a thousand devices need not fit in one frame. Plans
+are packed instead, as an instruction is one frame; they differ in few characters.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from headwater.common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    Name,
+    Natural,
+    NotNegative,
+    Plan,
+    UpdateReport,
+    WireMessage,
+)
+from headwater.common.settings.fields import Seconds
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
+
+MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.branch"
+MAX_MEMBERS = 10_000
+"""The devices of one aggregator: their packed plans fit in a frame of the stream."""
+MAX_MEMBERS_BYTES = MAX_MEMBERS * 4096
+MAX_PACKED_BYTES = 64 << 20
+MAX_TENSORS = 2**20
+# Bytes of JSON: of a report without its steps, of a step, of a tensor's scale, and of the rest.
+REPORT_BYTES, STEP_BYTES, TENSOR_BYTES, ANSWER_BYTES = 16 << 10, 512, 128, 64 << 10
+
+PerTensor = Annotated[tuple[NotNegative, ...], Field(max_length=MAX_TENSORS)]
+ScaleBits = Annotated[
+    tuple[Annotated[int, Field(ge=-(2**15), le=2**15)], ...], Field(max_length=MAX_TENSORS)
+]
+Plans = Annotated[dict[Name, Plan], Field(max_length=MAX_MEMBERS)]
+_PLANS: TypeAdapter[dict[str, Plan]] = TypeAdapter(Plans)
+
+
+class MembersRequest(WireMessage):
+    """The server's request for the devices that an aggregator has now."""
+
+    describe: DescribeRequest
+    left_out: dict[Name, Annotated[str, Field(max_length=200)]] = Field(
+        default_factory=dict, description="devices to be described again, and why"
+    )
+
+
+class Members(WireMessage):
+    """The devices that are connected to an aggregator and have described themselves."""
+
+    devices: Annotated[tuple[DeviceReport, ...], Field(max_length=MAX_MEMBERS)]
+
+
+class SumRules(WireMessage):
+    """How an aggregator adds its devices' updates (``server.fleet.BranchOrder``)."""
+
+    scale_bits: ScaleBits
+    max_weight_per_example: Annotated[int, Field(ge=1, le=2**53)]
+    norm_multiple: NotNegative | None = None
+    largest_median: NotNegative | None = None
+    beyond_norm: Literal["refuse", "clip", "keep"]
+
+
+class BranchPlans(WireMessage):
+    """An aggregator's part of a round: its devices' plans."""
+
+    packed_plans: str
+    num_needed: Natural = Field(
+        0, description="with fewer answers the round is aborted, so lost devices are awaited longer"
+    )
+    timeout_seconds: Seconds | None = None
+    answer_bytes: Natural = Field(description="the most bytes of the answer's JSON")
+    rules: SumRules | None = Field(None, description="None: the plans are for an evaluation")
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans by the devices' names.
+
+        Raises:
+            CorruptUpdate: they cannot be unpacked, or one of them is no plan.
+        """
+        try:
+            return _PLANS.validate_json(unpacked(self.packed_plans))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(step) for step in first["loc"])
+            raise CorruptUpdate(f"BranchPlans.{where}: {first['msg'].lower()}") from None
+
+
+class BranchHead(WireMessage):
+    """The head of an aggregator's reply; ``sum_bytes`` of its vector are the sum."""
+
+    name: Name
+    sum_bytes: Natural = 0
+
+
+class Refusal(WireMessage):
+    """Why a device is not in a branch's answer."""
+
+    code: Annotated[str, Field(max_length=100)]
+    text: Annotated[str, Field(max_length=2000)]
+
+    @classmethod
+    def of(cls, error: HeadwaterError) -> Refusal:
+        """Return what may travel of an error."""
+        code, text = travelling(error)
+        return cls(code=code[:100], text=text[:2000])
+
+    @property
+    def error(self) -> HeadwaterError:
+        """The error that it says."""
+        return error_of(self.code, self.text)
+
+
+Refusals = Annotated[dict[str, Refusal], Field(max_length=2 * MAX_MEMBERS)]
+
+
+class BranchAnswer(WireMessage):
+    """What comes with a branch's sum (``server.fleet.BranchSum``)."""
+
+    scale_bits: ScaleBits
+    peaks: PerTensor
+    bounds: PerTensor
+    num_shifts: Natural
+    reports: Annotated[tuple[UpdateReport, ...], Field(max_length=MAX_MEMBERS)]
+    norms: dict[Name, NotNegative]
+    outliers: tuple[Name, ...]
+    clip_bits: tuple[Literal[0, 1], ...]
+    refused: Refusals
+    refusals: Annotated[dict[str, Natural], Field(max_length=1000)]
+
+
+class BranchEvaluation(WireMessage):
+    """A branch's sums over held-out examples, one report a device."""
+
+    reports: Annotated[tuple[EvaluateReport, ...], Field(max_length=MAX_MEMBERS)]
+    refused: Refusals
+
+
+def packed(plans: Mapping[str, Plan]) -> str:
+    """Return plans as compressed text."""
+    data = _PLANS.dump_json(dict(plans), exclude_none=True)
+    return base64.b64encode(zlib.compress(data)).decode("ascii")
+
+
+def unpacked(text: str, *, max_bytes: int = MAX_PACKED_BYTES) -> bytes:
+    """Return the JSON of compressed text, which may not expand beyond ``max_bytes``.
+
+    Raises:
+        CorruptUpdate: it is no compressed text, or too long.
+    """
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(base64.b64decode(text, validate=True), max_bytes)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise CorruptUpdate(f"packed plans that cannot be unpacked: {error}") from error
+    if not stream.eof:
+        raise CorruptUpdate(f"packed plans of more than {max_bytes:,} bytes, or only part of them")
+    return data
+
+
+def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int) -> int:
+    """Return the most bytes of JSON in which a branch may answer these plans."""
+    reports = (
+        REPORT_BYTES + STEP_BYTES * plan.max_windows * (plan.max_examples + 1)
+        for plan in plans.values()
+    )
+    # A device's own report has room in the head of its reply, and no more.
+    room = sum(min(num_bytes, MAX_REPLY_HEAD_BYTES + REPORT_BYTES) for num_bytes in reports)
+    return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room

@@ -1,0 +1,223 @@
+"""The aggregators among a grid's nodes, and the devices that each of them has.
+
+An aggregator is a node that describes itself as one. Before each round the server requests the list
+of its devices, because they come and go below it. A device is in one branch at a time: one that has
+moved is counted where it was seen first, until that aggregator lists it no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from headwater.common.branch_messages import MEMBERS, BranchHead, Members, MembersRequest
+from headwater.common.errors import HeadwaterError
+from headwater.common.flower import records
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    Plan,
+)
+from headwater.common.wording import counted
+from headwater.server.fleet import Dropout
+from headwater.server.tree.branch_wire import parse
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+AGAIN_SECONDS = 1.0  # between two requests, while a round waits for devices
+# An aggregator that does not answer for so long is in no round until it does.
+SILENT_BRANCH_SECONDS = 30.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Branch:
+    """One aggregator: its devices as it listed them last."""
+
+    name: str
+    devices: dict[str, DeviceReport] = field(default_factory=dict)
+    is_fresh: bool = False
+    """Whether the list is of the round that is being planned."""
+    asked_at: float | None = None
+    """When a request was sent that has not been answered."""
+    answered_at: float = float("-inf")
+    is_silent: bool = False
+    """Whether it let a round wait in vain, and has not answered since."""
+    complaint: str = ""
+    """Why the last answer had no list; empty if it had."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DividedPlans:
+    """A round's plans: those of the server's own devices, and each aggregator's by its name."""
+
+    direct: Mapping[str, Plan]
+    branches: Mapping[str, Mapping[str, Plan]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The devices that each reply may count for."""
+        return [1] * len(self.direct) + [len(plans) for plans in self.branches.values()]
+
+    def of_devices(self, answers: Iterable[Answer]) -> Iterator[Answer | Dropout]:
+        """Yield the answers; a lost aggregator's is one for each of its devices."""
+        for answer in answers:
+            if isinstance(answer, Dropout) and answer.name in self.branches:
+                for name in self.branches[answer.name]:
+                    yield Dropout(name=name, error=answer.error)
+            else:
+                yield answer
+
+
+class Branches:
+    """The aggregators of a grid, by node."""
+
+    def __init__(self, grid: Grid, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._grid = grid
+        self._clock = clock
+        self._branches: dict[int, Branch] = {}
+        self._pending: dict[str, int] = {}
+        """The nodes of the requests that have not been answered, by the message."""
+        self._left_out: dict[str, str] = {}
+        self._twice: set[str] = set()
+        """Devices that were listed by two nodes; each is logged once."""
+
+    def begin_round(self) -> None:
+        """Request every list again before the round is planned.
+
+        A request of the last round may be unanswered: its plans have replaced it.
+        """
+        self._pending.clear()
+        for branch in self._branches.values():
+            branch.is_fresh, branch.asked_at = False, None
+
+    def follow(self, aggregators: Mapping[int, str]) -> None:
+        """Take the aggregators that are connected now, by node, with their names."""
+        for node in self._branches.keys() - aggregators.keys():
+            self._forget(node)
+        for node in aggregators.keys() - self._branches.keys():
+            self._branches[node] = Branch(name=aggregators[node])
+
+    def ask(self, request: DescribeRequest) -> None:
+        """Request the lists that are out of date, and again each second what a round waits for."""
+        now = self._clock()
+        due = [
+            node
+            for node, branch in self._branches.items()
+            if branch.asked_at is None
+            and not (branch.is_fresh and now - branch.answered_at < AGAIN_SECONDS)
+        ]
+        if not due:
+            return
+        content = MembersRequest(describe=request, left_out=self._left_out)
+        self._left_out = {}
+        messages = [
+            Message(records.content_of(content), node, f"query.{MEMBERS}", group_id="describe")
+            for node in due
+        ]
+        pushed = set(self._grid.push_messages(messages))
+        for node, message in zip(due, messages, strict=True):
+            if message.metadata.message_id in pushed:
+                self._pending[message.metadata.message_id] = node
+                self._branches[node].asked_at = now
+
+    @property
+    def pending(self) -> list[str]:
+        """The messages whose answers are awaited."""
+        return [*self._pending]
+
+    def awaits_lists(self) -> bool:
+        """Return whether the round's plan has to wait for an aggregator's list."""
+        now = self._clock()
+        for branch in self._branches.values():
+            if branch.is_fresh or branch.is_silent:
+                continue
+            if branch.asked_at is None or now - branch.asked_at < SILENT_BRANCH_SECONDS:
+                return True
+            branch.is_silent, branch.devices = True, {}
+            log.warning(
+                "%s has not listed its devices for %g s: the rounds go on without them",
+                branch.name,
+                SILENT_BRANCH_SECONDS,
+            )
+        return False
+
+    def take(self, reply: Message) -> bool:
+        """Take an aggregator's list; return False for any other reply."""
+        node = self._pending.pop(reply.metadata.reply_to_message_id, None)
+        if node is None:
+            return False
+        branch = self._branches.get(node)
+        if branch is None:
+            return True
+        branch.asked_at, branch.is_fresh, branch.is_silent = None, True, False
+        branch.answered_at = self._clock()
+        before = branch.devices
+        try:
+            content = records.reply_content(reply)
+            head = records.read(content, BranchHead)
+            listed = parse(head.name, records.vector(content) or b"", Members).devices
+        except HeadwaterError as error:
+            told = f"{branch.name} did not list its devices: {error.code}: {error}"
+            if told != branch.complaint:  # it is requested again each second
+                log.warning("%s", told)
+            branch.devices, branch.complaint = {}, told
+            return True
+        branch.complaint = ""
+        # An equal description is kept as it is: a new one would replace what was measured since.
+        branch.devices = {
+            report.name: before[report.name] if before.get(report.name) == report else report
+            for report in listed
+        }
+        for name in branch.devices.keys() - before.keys():
+            number = branch.devices[name].num_examples
+            told = "requires masks" if number is None else counted(number, "example")
+            log.info("%s joined: %s, by %s", name, told, branch.name)
+        return True
+
+    def describe_again(self, requests: Mapping[str, DescribeRequest]) -> None:
+        """Let the aggregators ask these devices again, with the next request for their lists."""
+        own = self.devices().keys()
+        self._left_out = {
+            name: request.left_out or "" for name, request in requests.items() if name in own
+        }
+
+    def devices(self, taken: Iterable[str] = ()) -> dict[str, DeviceReport]:
+        """Return all devices of the aggregators, without those whose names are ``taken``."""
+        found: dict[str, DeviceReport] = {}
+        taken = set(taken)
+        for branch in self._branches.values():
+            for name, report in branch.devices.items():
+                if name in taken or name in found:
+                    self._log_twice(name, branch.name)
+                else:
+                    found[name] = report
+        return found
+
+    def divide(self, plans: Mapping[str, Plan], direct: Iterable[str]) -> DividedPlans:
+        """Divide a round's plans; ``direct`` are the names of the nodes themselves."""
+        own, branches = dict(plans), dict[str, dict[str, Plan]]()
+        taken = set(direct)
+        for branch in self._branches.values():
+            names = [name for name in branch.devices if name in own and name not in taken]
+            if names:
+                branches[branch.name] = {name: own.pop(name) for name in names}
+        return DividedPlans(direct=own, branches=branches)
+
+    def _forget(self, node: int) -> None:
+        self._branches.pop(node, None)
+        self._pending = {id_: one for id_, one in self._pending.items() if one != node}
+
+    def _log_twice(self, name: str, branch: str) -> None:
+        if name not in self._twice:
+            self._twice.add(name)
+            log.warning(
+                "%s is listed by %s, and connected elsewhere: it counts there", name, branch
+            )

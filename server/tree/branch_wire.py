@@ -1,0 +1,234 @@
+"""An aggregator's order and its answers as messages, and back; what it answers is checked.
+
+An aggregator may answer for the devices that were sent to it, and for no other: otherwise it could
+have a device of another branch counted as its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from headwater.common.branch_messages import (
+    BranchAnswer,
+    BranchEvaluation,
+    BranchHead,
+    BranchPlans,
+    Members,
+    Refusal,
+    SumRules,
+    answer_bytes,
+    packed,
+)
+from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
+from headwater.common.messages import EvaluateReport, Plan, UpdateReport
+from headwater.common.model.layout import ModelLayout
+from headwater.server.aggregation.cohort_sum import PartialSum
+from headwater.server.aggregation.norm_watch import NormWatch
+from headwater.server.fleet import BranchOrder, BranchSum, Dropout
+
+DataT = TypeVar("DataT", bound=BaseModel)
+BranchOrders = Callable[[Mapping[str, Plan]], BranchOrder]
+"""Returns the order for a part of the open round's plans."""
+AGAIN = " (again)"  # a second update of a device, in a round's refusals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BranchReports:
+    """What an aggregator answers to an evaluation: its devices' reports, and why others lack."""
+
+    name: str
+    answers: Sequence[EvaluateReport | Dropout]
+
+
+def branch_plans(
+    plans: Mapping[str, Plan],
+    order: BranchOrder | None,
+    *,
+    num_tensors: int,
+    num_needed: int,
+    timeout_seconds: float | None,
+) -> BranchPlans:
+    """Return the message with a branch's plans; ``order`` is None for an evaluation."""
+    rules = None
+    if order is not None:
+        watch = order.norm_watch
+        rules = SumRules(
+            scale_bits=order.scale_bits,
+            max_weight_per_example=order.max_weight_per_example,
+            norm_multiple=None if watch is None else watch.multiple,
+            largest_median=None if watch is None else watch.largest_median,
+            beyond_norm=order.beyond_norm,
+        )
+    return BranchPlans(
+        packed_plans=packed(plans),
+        num_needed=num_needed,
+        timeout_seconds=timeout_seconds,
+        answer_bytes=answer_bytes(plans, num_tensors=num_tensors),
+        rules=rules,
+    )
+
+
+def order_in(message: BranchPlans, plans: Mapping[str, Plan]) -> BranchOrder:
+    """Return the order in a message, with its plans.
+
+    Raises:
+        CorruptUpdate: it has no rules for a sum.
+    """
+    rules = message.rules
+    if rules is None:
+        raise CorruptUpdate("the plans of a branch came without the rules of the sum")
+    multiple = rules.norm_multiple
+    watch = None
+    if multiple is not None:
+        watch = NormWatch(multiple=multiple, largest_median=rules.largest_median)
+    return BranchOrder(
+        plans=plans,
+        scale_bits=rules.scale_bits,
+        max_weight_per_example=rules.max_weight_per_example,
+        norm_watch=watch,
+        beyond_norm=rules.beyond_norm,
+    )
+
+
+def sum_payload(branch: BranchSum) -> tuple[BranchHead, bytes]:
+    """Return the head and the vector of an answer with a sum; the sum is copied."""
+    total = branch.total
+    answer = BranchAnswer(
+        scale_bits=total.scale_bits,
+        peaks=total.peaks,
+        bounds=total.bounds,
+        num_shifts=total.num_shifts,
+        reports=tuple(cast(Iterable[UpdateReport], branch.reports)),
+        norms=dict(branch.norms),
+        outliers=tuple(branch.outliers),
+        clip_bits=tuple(branch.clip_bits),
+        refused={name: Refusal.of(error) for name, error in branch.refused.items()},
+        refusals=dict(branch.refusals),
+    )
+    integers = total.integers_P.astype("<i8", copy=False)
+    head = BranchHead(name=branch.name, sum_bytes=integers.nbytes)
+    return head, b"".join((integers.data, _json(answer)))
+
+
+def evaluation_payload(name: str, answer: BranchEvaluation) -> tuple[BranchHead, bytes]:
+    """Return the head and the vector of an answer with the reports of an evaluation."""
+    return BranchHead(name=name), _json(answer)
+
+
+def members_payload(name: str, members: Members) -> tuple[BranchHead, bytes]:
+    """Return the head and the vector of an answer with an aggregator's devices."""
+    return BranchHead(name=name), _json(members)
+
+
+def read_sum(
+    head: BranchHead, vector: memoryview | bytes, plans: Mapping[str, Plan], layout: ModelLayout
+) -> BranchSum:
+    """Return the sum in an answer; its integers are a view of the vector.
+
+    A device that the answer does not mention is among the refused.
+
+    Raises:
+        CorruptUpdate: the answer is malformed, or names a device without a plan among ``plans``.
+    """
+    expected = 8 * layout.num_parameters
+    if head.sum_bytes != expected or len(vector) < expected:
+        raise CorruptUpdate(
+            f"{head.name}: a sum of {head.sum_bytes:,} bytes in {len(vector):,}, expected "
+            f"{expected:,}"
+        )
+    answer = parse(head.name, vector[expected:], BranchAnswer)
+    reported = [report.name for report in answer.reports]
+    named = {*reported, *answer.norms, *answer.outliers}
+    named |= {name.removesuffix(AGAIN) for name in answer.refused}
+    _check_named(head.name, named, plans)
+    if len(answer.clip_bits) > len(reported):
+        raise CorruptUpdate(f"{head.name}: more bits on the clip norm than updates")
+    return BranchSum(
+        name=head.name,
+        total=PartialSum(
+            integers_P=np.frombuffer(vector[:expected], dtype="<i8"),
+            scale_bits=answer.scale_bits,
+            peaks=answer.peaks,
+            bounds=answer.bounds,
+            num_shifts=answer.num_shifts,
+        ),
+        reports=answer.reports,
+        norms=answer.norms,
+        outliers=answer.outliers,
+        clip_bits=answer.clip_bits,
+        refused=_refused(head.name, answer.refused, reported, plans),
+        refusals=answer.refusals,
+    )
+
+
+def read_evaluation(
+    head: BranchHead, vector: memoryview | bytes, plans: Mapping[str, Plan]
+) -> BranchReports:
+    """Return the reports in an answer, with a Dropout for each other device.
+
+    Raises:
+        CorruptUpdate: as ``read_sum``.
+    """
+    answer = parse(head.name, vector, BranchEvaluation)
+    reported = [report.name for report in answer.reports]
+    _check_named(head.name, {*reported, *answer.refused}, plans)
+    if len(set(reported)) < len(reported):
+        raise CorruptUpdate(f"{head.name}: a device is twice in its answer")
+    refused = _refused(head.name, answer.refused, reported, plans)
+    dropouts = (Dropout(name=name, error=error) for name, error in refused.items())
+    return BranchReports(name=head.name, answers=[*answer.reports, *dropouts])
+
+
+def parse(name: str, data: memoryview | bytes, kind: type[DataT]) -> DataT:
+    """Return the JSON of an aggregator's answer.
+
+    Raises:
+        CorruptUpdate: it is malformed.
+    """
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"]) or "json"
+        raise CorruptUpdate(f"{name}: {kind.__name__}.{where}: {first['msg'].lower()}") from None
+
+
+def replies_needed(sizes: Iterable[int], num_needed: int) -> int:
+    """Return the replies without which fewer than ``num_needed`` devices can have answered.
+
+    ``sizes`` are the devices in each reply: those of a branch, or one. A reply counts for as many
+    as it may hold, so with fewer replies the round is aborted in any case.
+    """
+    total = 0
+    for number, size in enumerate(sorted(sizes, reverse=True), start=1):
+        total += size
+        if total >= num_needed:
+            return number if num_needed else 0
+    return num_needed
+
+
+def _json(data: BaseModel) -> bytes:
+    return data.model_dump_json(exclude_none=True).encode()
+
+
+def _check_named(aggregator: str, named: Iterable[str], plans: Mapping[str, Plan]) -> None:
+    for name in named:
+        if name not in plans:
+            raise CorruptUpdate(f"{aggregator}: it answers for {name}, which is none of its plans")
+
+
+def _refused(
+    aggregator: str,
+    refused: Mapping[str, Refusal],
+    reported: Iterable[str],
+    plans: Mapping[str, Plan],
+) -> dict[str, HeadwaterError]:
+    found = {name: refusal.error for name, refusal in refused.items()}
+    silent = plans.keys() - set(reported) - found.keys()
+    late = {name: LateUpdate(f"{name}: not in the answer of {aggregator}") for name in silent}
+    return {**found, **late}

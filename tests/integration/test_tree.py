@@ -1,0 +1,62 @@
+"""A server, two aggregators and their devices, in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import files, make_folder
+from tests.processes import Process, Processes, free_port, model_digest, port_of, rows, write_task
+
+pytestmark = pytest.mark.slow
+
+NUM_DEVICES = 4
+SETTINGS = ("--rounds", 3, "--accumulation-steps", 3, "--micro-batch-size", 8)
+ADAM = ("--optimizer", "adam", "--learning-rate", 0.01, "--evaluate-on-devices")
+
+
+def above_file(folder: Path, name: str, certificates: Path | None) -> Path:
+    """Write what ``headwater-client join`` leaves: a name, and a certificate for the server."""
+    path = folder / f"{name}.toml"
+    text = f'[client]\nname = "{name}"\nstate = "{folder / "above"}"\n'
+    if certificates is not None:
+        flags = [str(flag) for flag in files(certificates, name)]
+        named = dict(zip(flags[::2], flags[1::2], strict=True))
+        lines = [f'{flag.removeprefix("--tls-")} = "{path}"' for flag, path in named.items()]
+        text += "[tls]\n" + "\n".join(lines) + "\n"
+    path.write_text(text)
+    return path
+
+
+def test_a_tree_makes_the_simulators_model_byte_for_byte_with_tls_on_each_level(
+    tmp_path: Path,
+) -> None:
+    task = write_task(tmp_path).spec
+    names = [str(part) for part in range(NUM_DEVICES)]
+    above, below = tmp_path / "certificates-above", tmp_path / "certificates-below"
+    make_folder(above, "north", "south")
+    make_folder(below, *names)
+    with Processes(tmp_path) as processes:
+        needed = ("--min-clients", NUM_DEVICES, *files(above, "server"))
+        root = processes.server(*SETTINGS, *ADAM, *needed, task=task)
+        upstream = f"127.0.0.1:{port_of(root)}"
+        others: list[Process] = []
+        for name, devices in (("north", names[:2]), ("south", names[2:])):
+            port = free_port()
+            own = ("--listen", f"127.0.0.1:{port}", *files(below, "server"), "--task", task)
+            up = ("--upstream", upstream, "--upstream-config", above_file(tmp_path, name, above))
+            others.append(processes.start("server", *own, *up, "--threads", 1))
+            for device in devices:
+                parts = ("--num-parts", NUM_DEVICES, *files(below, device))
+                others.append(processes.client(port, int(device), *parts, task=task))
+        for process in (root, *others):
+            process.succeed()
+        flat = tmp_path / "flat"
+        more = ("--clients", NUM_DEVICES, "--threads", 1, "--out", flat, "--task", task)
+        processes.run("simulation", *SETTINGS, *ADAM, *more).succeed()
+    assert model_digest(tmp_path / "out") == model_digest(flat)
+    told = ("loss", "weight", "metrics")
+    assert [[row[key] for key in told] for row in rows(tmp_path / "out")] == [
+        [row[key] for key in told] for row in rows(flat)
+    ]

@@ -1,0 +1,218 @@
+"""An aggregator's order and sum survive the wire to the bit; a false answer is refused whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.common.branch_messages import (
+    BranchAnswer,
+    BranchHead,
+    BranchPlans,
+    answer_bytes,
+    packed,
+    unpacked,
+)
+from headwater.common.errors import ConnectionLost, CorruptUpdate
+from headwater.common.messages import Plan, Step, Update, UpdateReport
+from headwater.common.model.parameters import build_model
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.norm_watch import NormWatch
+from headwater.server.fleet import BranchOrder, BranchSum, Dropout
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.tree.branch_wire import (
+    branch_plans,
+    order_in,
+    read_sum,
+    replies_needed,
+    sum_payload,
+)
+from tests.tasks import TwoLayers
+
+LAYOUT = build_model(TwoLayers(), seed=0).layout
+SIZE = LAYOUT.num_parameters
+STEP = Step(
+    num_examples=4,
+    weight=4,
+    loss=-1.2345678901234567e-8,
+    gradient_norm=1.2345678901234567e99,
+    seconds=0.12345678901234567,
+    peak_bytes=2**53,
+)
+
+
+def plans_of(*names: str, quota: int = 4) -> dict[str, Plan]:
+    plan = Plan(round=3, run_seed=0, quota=quota, micro_batch_size=4, model_version=2)
+    return dict.fromkeys(names, plan)
+
+
+def report(name: str, *, num_steps: int = 1) -> UpdateReport:
+    return UpdateReport(
+        name=name,
+        round=3,
+        weight=4,
+        num_examples=4,
+        steps=(STEP,) * num_steps,
+        micro_batch_size=4,
+        reason="quota",
+        seconds=0.1,
+        loss_sum=1 / 3,
+    )
+
+
+def order(plans: Mapping[str, Plan], *, watch: NormWatch | None = None) -> BranchOrder:
+    total = CohortSum(LAYOUT)
+    total.open(num_clients=4, planned_weight=16)
+    return BranchOrder(
+        plans=plans,
+        scale_bits=total.scale_bits,
+        max_weight_per_example=1,
+        norm_watch=watch,
+        beyond_norm="refuse",
+    )
+
+
+def summed(plans: Mapping[str, Plan], names: Sequence[str], *, seed: int = 0) -> BranchSum:
+    """Return the sum of an aggregator that got updates of these devices; of the others, none."""
+    given_order = order(plans)
+    total = CohortSum(LAYOUT)
+    total.open_part(given_order.scale_bits)
+    opened = OpenRound(
+        plans=plans,
+        total=total,
+        max_weight_per_example=1,
+        owned={},
+        norm_watch=NormWatch(multiple=100.0),
+    )
+    random = torch.Generator().manual_seed(seed)
+    for name in plans:
+        if name in names:
+            values_P = torch.randn(SIZE, generator=random)
+            opened.take(Update(values_P=values_P, report=report(name)))
+        else:
+            opened.take(Dropout(name=name, error=ConnectionLost(f"{name} left")))
+    return opened.branch_sum("north")
+
+
+@given(st.sets(st.sampled_from("abcd")), st.integers(0, 99))
+def test_a_branch_s_sum_is_the_same_behind_the_wire(names: set[str], seed: int) -> None:
+    plans = plans_of(*"abcd")
+    sent = summed(plans, sorted(names), seed=seed)
+    head, vector = sum_payload(sent)
+    found = read_sum(BranchHead.model_validate_json(head.model_dump_json()), vector, plans, LAYOUT)
+    assert np.array_equal(found.total.integers_P, sent.total.integers_P)
+    told = ("scale_bits", "peaks", "bounds", "num_shifts")
+    assert [getattr(found.total, one) for one in told] == [getattr(sent.total, one) for one in told]
+    assert tuple(found.reports) == tuple(sent.reports)
+    assert (found.norms, found.refusals) == (sent.norms, dict(sent.refusals))
+    assert {name: str(error) for name, error in found.refused.items()} == {
+        name: f"{name} left" for name in "abcd" if name not in names
+    }
+
+
+@pytest.mark.parametrize("watch", [None, NormWatch(multiple=3.5, largest_median=1e-300)])
+def test_an_order_is_the_same_behind_the_wire(watch: NormWatch | None) -> None:
+    plans = plans_of("a", "b")
+    sent = order(plans, watch=watch)
+    message = branch_plans(plans, sent, num_tensors=4, num_needed=1, timeout_seconds=2.5)
+    found = BranchPlans.model_validate_json(message.model_dump_json(exclude_none=True))
+    assert found.plans == plans
+    assert order_in(found, found.plans) == sent
+    assert (found.num_needed, found.timeout_seconds) == (1, 2.5)
+
+
+def test_a_device_that_an_answer_does_not_mention_is_refused_by_name() -> None:
+    sent = summed(plans_of("a", "b"), ["a"])
+    plans = plans_of("a", "b", "c")
+    head, vector = sum_payload(sent)
+    found = read_sum(head, vector, plans, LAYOUT)
+    assert sorted(found.refused) == ["b", "c"]
+    assert "not in the answer of north" in str(found.refused["c"])
+
+
+def false_answers() -> dict[str, tuple[BranchHead, bytes]]:
+    """Return answers of an aggregator whose plans are those of a and b."""
+    head, vector = sum_payload(summed(plans_of("a", "b"), ["a", "b"]))
+    stranger = sum_payload(summed(plans_of("a", "x"), ["a", "x"]))
+    refused = sum_payload(summed(plans_of("a", "x"), ["a"]))
+    answer = BranchAnswer.model_validate_json(vector[8 * SIZE :])
+    twice = answer.model_copy(update={"clip_bits": (1,) * 3})
+    return {
+        "a device of another branch": stranger,
+        "a refusal of another branch's device": refused,
+        "half of the sum": (head, vector[: 4 * SIZE]),
+        "another model's sum": (head.model_copy(update={"sum_bytes": 8 * SIZE - 8}), vector),
+        "no JSON": (head, vector[: 8 * SIZE]),
+        "JSON of another kind": (head, vector[: 8 * SIZE] + b"[]"),
+        "more bits than updates": (head, vector[: 8 * SIZE] + twice.model_dump_json().encode()),
+    }
+
+
+@pytest.mark.parametrize("name", false_answers())
+def test_a_false_answer_is_refused_whole(name: str) -> None:
+    with pytest.raises(CorruptUpdate, match="north: "):
+        read_sum(*false_answers()[name], plans=plans_of("a", "b"), layout=LAYOUT)
+
+
+@pytest.mark.parametrize("text", ["", "not base64!", "AAAA", packed(plans_of("a"))[:-8]])
+def test_plans_that_cannot_be_unpacked_are_refused(text: str) -> None:
+    with pytest.raises(CorruptUpdate, match="packed plans"):
+        unpacked(text)
+
+
+def test_packed_plans_may_not_expand_without_limit() -> None:
+    plans = plans_of(*(f"device-{number}" for number in range(500)))
+    text = packed(plans)
+    num_bytes = len(unpacked(text))
+    assert len(text) < num_bytes / 10
+    with pytest.raises(CorruptUpdate, match="more than"):
+        unpacked(text, max_bytes=num_bytes - 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 300))
+def test_the_longest_answer_fits_in_the_bytes_that_are_expected(number: int, quota: int) -> None:
+    plans = plans_of(*(str(device) for device in range(number)), quota=quota)
+    sent = summed(plans_of("a"), ["a"])
+    metrics = {f"{one:064}": -1.2345678901234567e99 for one in range(48)}
+    reports = tuple(
+        report(name, num_steps=quota + 1).model_copy(update={"metric_sums": metrics})
+        for name in plans
+    )
+    answer = BranchAnswer(
+        scale_bits=sent.total.scale_bits,
+        peaks=sent.total.peaks,
+        bounds=sent.total.bounds,
+        num_shifts=0,
+        reports=reports,
+        norms=dict.fromkeys(plans, 1.2345678901234567e99),
+        outliers=tuple(plans),
+        clip_bits=(),
+        refused={},
+        refusals={},
+    )
+    num_bytes = len(answer.model_dump_json(exclude_none=True))
+    assert num_bytes <= answer_bytes(plans, num_tensors=len(LAYOUT.spans))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "needed", "replies"),
+    [
+        ([1, 1, 1, 1], 3, 3),
+        ([2, 2], 4, 2),
+        ([2, 2], 3, 2),
+        ([2, 2], 2, 1),
+        ([100, 1, 1], 101, 2),
+        ([2, 2], 0, 0),
+        ([], 0, 0),
+        ([1], 2, 2),  # too few in any case
+    ],
+)
+def test_so_many_replies_are_needed_that_fewer_cannot_make_a_round(
+    sizes: list[int], needed: int, replies: int
+) -> None:
+    assert replies_needed(sizes, needed) == replies
