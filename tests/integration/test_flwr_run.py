@@ -260,6 +260,20 @@ def test_flwr_run_on_supernodes_stops_early_with_the_in_process_model_bit_for_bi
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_local_steps_on_supernodes_give_the_in_process_model_bit_for_bit(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    """DiLoCo: an optimizer with state on the devices, and momentum on the server."""
+    deployment.start_nodes()
+    out = deployment.flwr_run("rounds=2", 'local.algorithm="diloco"', "local.steps=3")
+    reference = alone(tmp_path, rounds=2, local={"algorithm": "diloco", "steps": 3})
+    assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes(), deployment.said()
+    for row in read_rows(out):
+        assert [len(client["step_loss"]) for client in row["clients"]] == [3 * 2] * NUM_NODES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_active_session_on_supernodes_gives_the_in_process_model_though_one_vanishes(
     deployment: Deployment, tmp_path: Path
 ) -> None:
