@@ -9,7 +9,7 @@ it, and the rounds end where the two moves cancel: at s(10) / (s(2) + s(10)) for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
@@ -55,9 +55,11 @@ def plans_of(terms: LocalTerms) -> dict[str, Plan]:
     }
 
 
-def end_of_rounds(terms: LocalTerms, *, num_rounds: int = 120) -> float:
+def end_of_rounds(
+    terms: LocalTerms, plans: Mapping[str, Plan] | None = None, *, num_rounds: int = 120
+) -> float:
     """Return where the rounds end that begin at the optimum of the sum."""
-    devices, plans = {name: device(name) for name in STEPS}, plans_of(terms)
+    devices, plans = {name: device(name) for name in STEPS}, plans or plans_of(terms)
     model_P = torch.full((1,), OPTIMUM)
     for _ in range(num_rounds):
         reports, sum_P, weight = {}, torch.zeros(1), 0
@@ -98,6 +100,31 @@ def test_corrected_averages_of_unequal_steps_converge_to_the_optimum() -> None:
     assert found == pytest.approx(many / (few + many), abs=1e-3)
     # What is left is the drift within a round, of the order of the rate times the steps.
     assert abs(found - OPTIMUM) <= RATE * max(STEPS.values()) / 4
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_steps_that_a_deadline_cuts_off_are_corrected_as_those_that_were_not_planned(
+    is_normalized: bool,
+) -> None:
+    terms = LocalTerms(is_normalized=is_normalized)
+    number = STEPS["many"]
+    each = NUM_EXAMPLES // number  # examples of a step, of a second each
+    # The last step may begin if it ends in time: the device has done two at the deadline.
+    end = (STEPS["few"] + 0.5) * each
+    cut = {
+        name: one.model_copy(
+            update={
+                "local_steps": number,
+                "micro_batch_size": each,
+                "weigh_as": NUM_EXAMPLES,  # as both own as many, whatever they have used
+                "deadline_seconds": end if name == "few" else None,
+            }
+        )
+        for name, one in plans_of(terms).items()
+    }
+    report = trained(device("few"), cut["few"]).report
+    assert (report.local_steps, report.reason) == (STEPS["few"], "deadline")
+    assert end_of_rounds(terms, cut) == pytest.approx(end_of_rounds(terms), abs=1e-3)
 
 
 def test_with_equal_steps_the_correction_changes_nothing() -> None:
