@@ -158,6 +158,11 @@ def _of_local(
         "--local-optimizer-argument": local.arguments or None,
     }
     given = [flag for flag, value in own.items() if value is not None]
+    if local.steps is not None and local.epochs is not None:
+        yield SettingsError(
+            "both --local-steps and --local-epochs set the local steps of a round",
+            remedy="leave out --local-steps or --local-epochs",
+        )
     if not local.is_on:
         given += [] if local.batch_size is None else ["--local-batch-size"]
         if given:
@@ -166,11 +171,6 @@ def _of_local(
                 remedy=f"leave out {given[0]}, or set --algorithm, --local-steps or --local-epochs",
             )
         return
-    if local.steps is not None and local.epochs is not None:
-        yield SettingsError(
-            "both --local-steps and --local-epochs set the local steps of a round",
-            remedy="leave out --local-steps or --local-epochs",
-        )
     if plan.accumulation_steps is not None and local.batch_size is not None:
         yield SettingsError(
             "--accumulation-steps and --local-batch-size both set the examples of a local step",

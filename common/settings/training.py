@@ -157,12 +157,13 @@ class LocalSettings(Branch):
     steps: Steps | None = setting(
         None,
         "H, the local steps of a device in a round: their mean over the devices, faster ones take "
-        "more; 1: the exact sum",
+        "more; 1: the exact sum; not set: 50 with diloco",
         "--local-steps",
     )
     epochs: Count | None = setting(
         None,
-        "passes of each device over its own examples in a round, in place of --local-steps",
+        "passes of each device over its own examples in a round, in place of --local-steps; not "
+        "set: 1 with fedavg and fedprox",
         "--local-epochs",
     )
     batch_size: Count | None = setting(
@@ -171,7 +172,9 @@ class LocalSettings(Branch):
         "--local-batch-size",
     )
     optimizer: Name | None = setting(
-        None, "class of torch.optim for the local steps; not set: sgd", "--local-optimizer"
+        None,
+        "class of torch.optim for the local steps; not set: sgd, adamw with diloco",
+        "--local-optimizer",
     )
     arguments: dict[str, bool | int | float | list[float]] = setting(
         {},
@@ -186,7 +189,8 @@ class LocalSettings(Branch):
     )
     proximal: Annotated[float, Field(ge=0, le=1e6), Unit("MU")] | None = setting(
         None,
-        "mu: pull the local steps towards the server's model, as FedProx does; not set: 0",
+        "mu: pull the local steps towards the server's model, as FedProx does; not set: 0, 0.1 "
+        "with fedprox",
         "--proximal",
     )
     step_correction: Literal["none", "normalized"] | None = setting(

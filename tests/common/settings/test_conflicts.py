@@ -40,6 +40,7 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "no noise scale",
     ),
     "local steps and epochs": ({"local": {"steps": 2, "epochs": 2}}, "both --local-steps and"),
+    "one local step and epochs": ({"local": {"steps": 1, "epochs": 2}}, "both --local-steps and"),
     "local steps of K micro-batches and of B examples": (
         {**plan(accumulation_steps=2), "local": {"steps": 2, "batch_size": 4}},
         "examples of a local step",
