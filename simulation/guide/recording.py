@@ -68,20 +68,22 @@ RUN_FIELDS = (
 DIGITS = 5
 MIN_POOLED = 24  # characters; a reference to the pool takes nine
 NOW = "Every number here is computed on this machine, now, by Headwater's own code."
+THEME = '<button id="theme"'
 SCRIPT = '<script defer src="static/guide.js"></script>'
 
 
 def guide_files() -> dict[str, bytes]:
     """Return the guide's files by path: index.html, static/ and the recorded answers in it."""
     page = FILES["guide.html"].read_text(encoding="utf-8")
-    assert NOW in page
-    assert SCRIPT in page
+    assert all(part in page for part in (NOW, THEME, SCRIPT))
     then = (
         f"Every number here was computed by the code of Headwater {headwater.__version__} when "
-        "these pages were built. On your machine, headwater-simulate guide computes all positions."
+        "these pages were built. headwater-simulate guide computes every position on your machine."
     )
-    script = '<script defer src="static/recorded.js"></script>\n'
-    files = {"index.html": page.replace(NOW, then).replace(SCRIPT, script + SCRIPT).encode()}
+    page = page.replace(NOW, then)
+    page = page.replace(THEME, '<a href="../index.html">Documents</a> ' + THEME)
+    page = page.replace(SCRIPT, '<script defer src="static/recorded.js"></script>\n' + SCRIPT)
+    files = {"index.html": page.encode()}
     for name, path in FILES.items():
         if name not in ("index.html", "guide.html", "page.js", "devices.js"):
             files[f"static/{name}"] = path.read_bytes()
