@@ -106,9 +106,11 @@ def _train(request: DeviceRequest) -> RecordDict:
     plan = records.read(content, Plan)
     if records.is_view(content) and (late := deliverable(request, plan)) is not None:
         return records.update_content(late, as_view=True)
-    pending_in(trainer.accumulator).start_plan(
-        run_id=context.run_id, round_number=plan.round, name=identity.name
-    )
+    pending = pending_in(trainer.accumulator)
+    if request.settings.asynchronous.is_on:  # simulated devices wait with updates of other rounds
+        pending.discard(identity.name)
+    else:
+        pending.start_plan(run_id=context.run_id, round_number=plan.round, name=identity.name)
     if not records.is_view(content):  # an engine where no process stays
         request.suspended.discard()
         if plan.is_masked:

@@ -340,6 +340,12 @@ class LateUpdate(UpdateRefused):
 class StaleUpdate(UpdateRefused):
     """The update was computed at a model that is more steps old than --max-staleness allows."""
     remedy = "raise --max-staleness, or let each step have more updates: --buffer"
+class TooFewOfModel(UpdateRefused):
+    """Fewer masked updates are left of a model than a secure session needs."""
+    remedy = (
+        "none is needed: the device gets the newest model. With a larger --buffer fewer updates "
+        "are late"
+    )
 class UnexpectedUpdate(UpdateRefused):
     """The update was replayed, never requested, or sent under another client's name."""
 class WrongShare(UpdateRefused):

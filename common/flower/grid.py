@@ -135,6 +135,10 @@ class HeadwaterGrid(Grid):
         """
         raise NotImplementedError("this grid has no asynchronous rounds")
 
+    def virtual_now(self) -> float | None:
+        """Return the simulator's clock of asynchronous rounds in seconds; None if it is real."""
+        return None
+
     def end_exchange(self, message_ids: Iterable[str]) -> None:
         """Await no replies to these messages any more: one that arrives later is dropped."""
 

@@ -357,6 +357,18 @@ def _of_asynchronous(
             f"of {size} would never be full",
             remedy="lower --buffer, or raise --cohort-size",
         )
+    is_masked = secure.aggregation != "off"
+    if is_masked and size is not None and size < secure.min_members:
+        yield SettingsError(
+            f"a step has {size} updates (--buffer), and a secure session needs "
+            f"{secure.min_members} (secure.min_members)",
+            remedy=f"raise --buffer to {secure.min_members} or more",
+        )
+    if is_masked and asynchronous.offline_windows > 1:
+        yield SettingsError(
+            "a device masks one window of a plan, and --offline-windows sums several",
+            remedy="leave out --offline-windows, or --secure-aggregation",
+        )
     if asynchronous.offline_windows > 1 and cohort.weighting == "dataset":
         yield SettingsError(
             "--weighting dataset gives each update the weight of its client's data, however many "
@@ -372,8 +384,6 @@ def _of_asynchronous(
     refused = {
         "an update's part of the sum follows from its staleness, so that the noise of a sum has no "
         "fixed bound to cover: leave out --privacy-epsilon, or --asynchronous": privacy.is_on,
-        "a secure session masks updates of one model: leave out --secure-aggregation, or "
-        "--asynchronous": secure.aggregation != "off",
         "the noise scale compares gradients of one model: leave out --follow-noise-scale, or "
         "--asynchronous": plan.follow_noise_scale,
         "devices hold models of several versions, and differences are to the last one: leave out "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from headwater.common.messages import ReportFields, Vitals
+from headwater.common.model.vectors import CHUNK
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
 
@@ -43,6 +45,37 @@ class RoundSum:
     def loss(self) -> float:
         """The mean loss per unit of weight."""
         return self.loss_sum / self.weight
+
+
+def added_sums(sums: Sequence[RoundSum], times: Sequence[int]) -> RoundSum:
+    """Add the sums of disjoint clients; each counts so many times in the mean, and once elsewhere.
+
+    The mean is sum(times x weight x mean) / sum(times x weight), taken in float64 and rounded once
+    to float32, in the memory of the first. A single sum is returned as it is: its factor cancels.
+    """
+    first, *others = sums
+    if not others:
+        return first
+    weights = [number * one.weight for number, one in zip(times, sums, strict=True)]
+    parts = [torch.split(one.mean_P, CHUNK) for one in sums]
+    for chunks in zip(*parts, strict=True):
+        total = sum(weight * chunk.double() for weight, chunk in zip(weights, chunks, strict=True))
+        chunks[0].copy_(total / sum(weights))
+    return replace(
+        first,
+        names=tuple(chain.from_iterable(one.names for one in sums)),
+        weight=sum(one.weight for one in sums),
+        num_examples=sum(one.num_examples for one in sums),
+        summed_weight=sum(one.summed_weight for one in sums),
+        loss_sum=math.fsum(one.loss_sum for one in sums),
+        metric_sums={
+            name: math.fsum(one.metric_sums.get(name, 0.0) for one in sums)
+            for name in first.metric_sums
+        },
+        noise=None,
+        num_refused=sum(one.num_refused for one in sums),
+        num_clipped=sum(one.num_clipped or 0 for one in sums),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,14 @@ the buffer or still out are forgotten, and their examples are used again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from headwater.common.errors import HeadwaterError, StaleUpdate
+from headwater.common.errors import HeadwaterError, StaleUpdate, TooFewOfModel
 from headwater.common.messages import Plan, ReadyReport, Update
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
+from headwater.server.asynchronous.masked_buffer import in_sessions, joined, without_company
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
@@ -39,7 +40,7 @@ def rounds_of(settings: Settings, fleet: DispatchingFleet) -> RunRound | None:
 def buffer_size(settings: Settings, num_clients: int) -> int:
     """Return the updates of a step: as set, or a quarter of the clients, rounded up."""
     chosen = settings.asynchronous.buffer
-    return max(-(-num_clients // 4), settings.cohort.min_clients) if chosen is None else chosen
+    return max(-(-num_clients // 4), settings.num_clients_needed) if chosen is None else chosen
 
 
 class BufferedRounds:
@@ -53,6 +54,11 @@ class BufferedRounds:
         """Each plan that is out."""
         self._owned: dict[str, int] = {}
         self._exceptions: dict[str, str] = {}
+        secure = settings.secure
+        self._least = None if secure.aggregation == "off" else secure.min_members
+        """The fewest members of a secure session; None without masks."""
+        self._waiting: dict[str, ReadyReport] = {}
+        """The clients whose masked updates wait for others of their model."""
         self._stepped_at = 0.0
         """The virtual time of the last step."""
 
@@ -74,13 +80,15 @@ class BufferedRounds:
         opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
         observer.asked(opened)
         new = {name: plan for name, plan in opened.plans.items() if name not in self._plans}
-        self._give_up_stale(rule)
+        opened.ready |= self._waiting
         self._plans |= new
+        self._give_up_stale(rule, opened)
         self._dispatch(training, new)
         self._fill(training, opened, rule, num_updates, watch)
+        self._close_buffer(opened)
         answered = self._take_answered(opened)
         opened.plans = answered
-        summed_times = training.sum.weight
+        plain_times = training.sum.weight
         row = finish_round(
             training,
             fleet,
@@ -90,8 +98,9 @@ class BufferedRounds:
             watch,
             before,
         )
-        accepted = {name: answered[name] for name in opened.accepted}
-        figures = figures_of(rule, accepted.values(), summed_times=summed_times)
+        names = opened.accepted.keys() | {one.name for one in row.masked_clients}
+        times = plain_times if self._least is None else training.masked.summed_times
+        figures = figures_of(rule, [answered[name] for name in names], summed_times=times)
         now = self._fleet.virtual_now()
         virtual_seconds = None if now is None else now - self._stepped_at
         self._stepped_at = now or 0.0
@@ -134,13 +143,16 @@ class BufferedRounds:
         watch.lap("plan")
         self._owned |= planned.owned
         self._exceptions |= planned.exceptions
-        plans = self._plans | planned.plans
+        plans = {**self._plans, **self._joined(planned.plans)}
         return (
             replace(planned, plans=plans, owned=self._owned, exceptions=self._exceptions),
             min(num_updates, len(plans)),
         )
 
-    def _give_up_stale(self, rule: StalenessRule) -> None:
+    def _joined(self, new: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        return new if self._least is None else joined(new, self._plans, least=self._least)
+
+    def _give_up_stale(self, rule: StalenessRule, opened: OpenRound) -> None:
         """Stop waiting for updates that would be refused: their clients get newer plans sooner.
 
         So the fleet keeps at most ``max_staleness`` + 1 models that clients may still fetch.
@@ -150,8 +162,47 @@ class BufferedRounds:
             try:
                 rule.check(name, plan)
             except StaleUpdate as error:
-                errors[name] = error
+                if name in self._waiting:
+                    del opened.ready[name]
+                    opened.refuse_answer(name, error)
+                else:
+                    errors[name] = error
+        if self._least is not None:
+            at_work = self._plans.keys() - self._waiting.keys()
+            for name in self._without_company(opened, at_work):
+                errors.setdefault(name, _too_few_of_model(name, self._plans[name], self._least))
         self._fleet.give_up(errors)
+
+    def _without_company(self, opened: OpenRound, at_work: Collection[str]) -> list[str]:
+        assert self._least is not None
+        return without_company(opened.ready, at_work, opened.plans, least=self._least)
+
+    def _num_in(self, opened: OpenRound) -> int:
+        """Return the updates that a step would count now."""
+        if self._least is None:
+            return len(opened.accepted)
+        return len(in_sessions(opened.ready, opened.plans, least=self._least))
+
+    def _num_awaited(self, opened: OpenRound, num_updates: int) -> int:
+        """Return the updates that a step waits for: no more than could still be in sessions."""
+        if self._least is None:
+            return num_updates
+        at_work = [name for name in self._plans if not has_answered(opened, name)]
+        alone = self._without_company(opened, at_work)
+        for name in opened.ready.keys() & alone:
+            del opened.ready[name]
+            error = _too_few_of_model(name, opened.plans[name], self._least)
+            opened.refuse_answer(name, error)
+        hopeful = len(opened.ready) + len(set(at_work) - set(alone))
+        return min(num_updates, hopeful)
+
+    def _close_buffer(self, opened: OpenRound) -> None:
+        """Leave in the round the masked updates that are in a session; the others wait on."""
+        if self._least is None:
+            return
+        chosen = set(in_sessions(opened.ready, opened.plans, least=self._least))
+        self._waiting = {n: one for n, one in opened.ready.items() if n not in chosen}
+        opened.ready = {n: one for n, one in opened.ready.items() if n in chosen}
 
     def _fill(
         self,
@@ -163,7 +214,7 @@ class BufferedRounds:
     ) -> None:
         """Take answers until the buffer is full, or no plan is out any more."""
         fold_seconds = 0.0
-        while len(opened.accepted) < num_updates:
+        while self._num_in(opened) < self._num_awaited(opened, num_updates):
             answer = self._fleet.next_answer()
             if answer is None:
                 if not self._plan_newcomers(training, opened, num_updates):
@@ -187,11 +238,12 @@ class BufferedRounds:
             busy=self._plans.keys(),
             num_updates=num_updates,
         )
-        self._plans |= planned.plans
+        plans = self._joined(planned.plans)
+        self._plans |= plans
         self._owned |= planned.owned
         self._exceptions |= planned.exceptions
-        opened.plans = {**opened.plans, **planned.plans}
-        self._dispatch(training, planned.plans)
+        opened.plans = {**opened.plans, **plans}
+        self._dispatch(training, plans)
         return any(not has_answered(opened, name) for name in self._plans)
 
     def _take_answered(self, opened: OpenRound) -> Mapping[str, Plan]:
@@ -205,6 +257,9 @@ class BufferedRounds:
 
     def _dispatch(self, training: Training, plans: Mapping[str, Plan]) -> None:
         self._plans_out.add(plans, version=training.round)
+        if self._least is not None:
+            oldest = min((plan.model_version for plan in self._plans.values()), default=0)
+            training.masked.note_sent(training.round, oldest=oldest)
         self._fleet.dispatch(plans, training.image, round_number=training.round + 1)
 
     def _take(
@@ -231,7 +286,13 @@ class BufferedRounds:
 
 def has_answered(opened: OpenRound, name: str) -> bool:
     """Return whether a client has answered its plan, or was given up."""
-    return name in opened.accepted or name in opened.refused
+    return name in opened.accepted or name in opened.ready or name in opened.refused
+
+
+def _too_few_of_model(name: str, plan: Plan, least: int) -> TooFewOfModel:
+    return TooFewOfModel(
+        f"{name}: fewer than {least} masked updates are left of model {plan.model_version}"
+    )
 
 
 def _windows_of(opened: OpenRound) -> dict[str, int]:

@@ -89,7 +89,7 @@ class GridFleet:
         """The request for a description that newcomers are sent."""
         self._dispatched: dict[str, str] = {}
         """The clients that work on dispatched plans, by the plan's message."""
-        self._readers: dict[str, Callable[[str, RecordDict], Update]] = {}
+        self._readers: dict[str, Callable[[str, RecordDict], Update | ReadyReport]] = {}
         """Reads the answer to the last plan that each client was dispatched."""
         self._arrived: deque[Message] = deque()
         """Replies from Flower's own grid that were pulled together."""
@@ -165,11 +165,9 @@ class GridFleet:
                 return read_sum(*_parts(content), sent.branches[name], image.layout)
             if plans[name].is_masked:
                 ready = records.read(content, ReadyReport)
-                if ready.seconds is None:  # a real device: the grid checks the deadline
-                    seconds = time.monotonic() - start_seconds
-                    return ready.model_copy(update={"seconds": seconds})
-                _check_in_time(ready.name, ready.seconds, timeout_seconds)
-                return ready
+                if ready.seconds is not None:  # of a real device the grid checks the deadline
+                    _check_in_time(ready.name, ready.seconds, timeout_seconds)
+                return _timed(ready, start_seconds)
             update = records.read_update(
                 content, plans[name], num_values=image.layout.num_parameters
             )
@@ -236,9 +234,11 @@ class GridFleet:
             message.metadata.message_id: names[message.metadata.dst_node_id] for message in messages
         }
         self._note_busy()
-        num_values = image.layout.num_parameters
+        num_values, start_seconds = image.layout.num_parameters, time.monotonic()
 
-        def read(name: str, content: RecordDict) -> Update:
+        def read(name: str, content: RecordDict) -> Update | ReadyReport:
+            if plans[name].is_masked:
+                return _timed(records.read(content, ReadyReport), start_seconds)
             return records.read_update(content, plans[name], num_values=num_values)
 
         self._readers |= dict.fromkeys(plans, read)
@@ -274,6 +274,8 @@ class GridFleet:
         return reply
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
+        if self.has_virtual_clock:
+            return  # a device that is away learns nothing of it, and its answer is refused
         ids = [id_ for id_, name in self._dispatched.items() if name in errors]
         if self._own is not None:
             self._own.end_exchange(ids)
@@ -293,7 +295,7 @@ class GridFleet:
         }
 
     def virtual_now(self) -> float | None:
-        return None
+        return None if self._own is None else self._own.virtual_now()
 
     def _nodes(self) -> dict[str, int]:
         return {report.name: node for node, report in self._registration.reports.items()}
@@ -485,6 +487,13 @@ class GridFleet:
         restore = getattr(self._grid, "restore_simulated", None)
         if restore is not None:
             restore(state)
+
+
+def _timed(ready: ReadyReport, start_seconds: float) -> ReadyReport:
+    """Return a report with the seconds since its plan was sent; a simulated one has its own."""
+    if ready.seconds is not None:
+        return ready
+    return ready.model_copy(update={"seconds": time.monotonic() - start_seconds})
 
 
 def _check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> None:

@@ -191,8 +191,8 @@ class GrpcGrid(HeadwaterGrid):
                 if is_update:
                     self._measure_turn(time.monotonic() - begun)
         finally:
-            device_records.set_awaited([])
             self.end_exchange(awaited)
+            self._note_awaited()
 
     def end_exchange(self, message_ids: Iterable[str]) -> None:
         """Await no replies to these messages any more: one that arrives later is dropped."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from headwater.common.compression.model_difference import SentModel
+from headwater.common.errors import RoundAborted
+from headwater.common.messages import Plan
 from headwater.common.settings.schema import Settings
-from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg import group_testing
@@ -25,7 +27,7 @@ from headwater.server.secagg.group_sums import sum_groups
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.ring_histogram import ring_histogram
-from headwater.server.secagg.session import ReadyCohort, setup_of
+from headwater.server.secagg.session import ReadyCohort, Refuse, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
@@ -53,9 +55,22 @@ class MaskedRounds:
     seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """What the server saw of the last session: the histograms of one member's masked vector, and of
     the opened sum."""
+    summed_times: int = 0
+    """The divisor of the last mean: each session's weight, as often as it counts."""
+    _digests: dict[int, bytes] = field(default_factory=dict)
+    """Of the models that asynchronous plans were sent with, by their versions."""
     _encoding: EncodingState = field(default_factory=EncodingState)
     _suspicion: group_testing.Suspicion = field(default_factory=group_testing.Suspicion)
     _sessions: SessionNumbers | None = None
+
+    def note_sent(self, version: int, *, oldest: int) -> None:
+        """Note the digest of the model that plans are sent with; forget those before ``oldest``.
+
+        Asynchronous rounds open sessions of updates of earlier models.
+        """
+        self._digests = {at: digest for at, digest in self._digests.items() if at >= oldest}
+        if version not in self._digests:
+            self._digests[version] = self.image.digest
 
     def sum(
         self,
@@ -63,32 +78,86 @@ class MaskedRounds:
         fleet: Fleet,
         *,
         run_id: int,
-        round_number: int,
         max_weight_per_example: int,
         exclude: Exclude,
         note_unmasked: Callable[[UnmaskedSum], None],
     ) -> RoundSum:
-        """Sum the ready clients' masked updates; the encoding changes with a decoded sum alone.
+        """Sum the ready clients' masked updates: a session for each model that they are of.
+
+        So no session has members of two models. Each opened sum counts as often as an update of its
+        model does (``OpenRound.times``). If some of several sessions are aborted, their clients are
+        refused, and the rest count.
+
+        Raises:
+            RoundAborted: all secure sessions were aborted.
+        """
+        sums: list[RoundSum] = []
+        times: list[int] = []
+        aborted: list[tuple[list[str], RoundAborted]] = []
+        for names in clients_by_model(opened.ready, opened.plans).values():
+            plans = {name: opened.plans[name] for name in names}
+            cohort = ReadyCohort.of(
+                {name: opened.ready[name] for name in names},
+                plans,
+                max_weight_per_example=max_weight_per_example,
+                metrics=opened.metrics,
+            )
+            plan = plans[names[0]]
+            try:
+                done = self._sum_of_model(
+                    cohort,
+                    plan,
+                    fleet,
+                    run_id=run_id,
+                    refuse=opened.refuse,
+                    exclude=exclude,
+                    note_unmasked=note_unmasked,
+                )
+            except RoundAborted as error:
+                aborted.append((names, error))
+            else:
+                sums.append(done)
+                times.append(opened.times(plan))
+        if not sums:
+            raise aborted[0][1]
+        for names, why in aborted:
+            log.warning("%s: %s", why.code, why)
+            for name in names:
+                opened.refused.setdefault(name, why)
+        self.summed_times = sum(n * one.weight for n, one in zip(times, sums, strict=True))
+        done = added_sums(sums, times)
+        return done if opened.has_one_model else replace(done, noise=None)
+
+    def _sum_of_model(
+        self,
+        cohort: ReadyCohort,
+        plan: Plan,
+        fleet: Fleet,
+        *,
+        run_id: int,
+        refuse: Refuse,
+        exclude: Exclude,
+        note_unmasked: Callable[[UnmaskedSum], None],
+    ) -> RoundSum:
+        """Sum a cohort of one model; ``plan`` is one of its plans.
+
+        The encoding changes with a decoded sum alone.
 
         Raises:
             RoundAborted: a secure session was aborted.
         """
         chosen = self.settings.secure
-        cohort = ReadyCohort.of(
-            opened.ready,
-            opened.plans,
-            max_weight_per_example=max_weight_per_example,
-            metrics=opened.metrics,
-        )
         if self._sessions is None:
             self._sessions = SessionNumbers(self.settings.out, run_id=run_id, publish=self.publish)
         sessions = self._sessions
         rotation_seed = os.urandom(32)
+        digests = self._digests  # of synchronous rounds there are none: all plans have this model
+        model_digest = digests[plan.model_version] if digests else self.image.digest
         groups = group_testing.groups(
             cohort.ready,
             self._suspicion,
             least=chosen.min_members,
-            seed=f"{run_id} {round_number}".encode(),
+            seed=f"{run_id} {plan.round}".encode(),
         )
 
         def set_up(group: ReadyCohort) -> SessionSetup:
@@ -97,8 +166,9 @@ class MaskedRounds:
                 chosen,
                 self._encoding,
                 run_id=run_id,
-                number=sessions.next(round_number),
-                image=self.image,
+                number=sessions.next(plan.round),
+                num_values=self.image.layout.num_parameters,
+                model_digest=model_digest,
                 rotation_seed=rotation_seed,
                 whole=cohort if len(groups) > 1 else None,
             )
@@ -115,17 +185,17 @@ class MaskedRounds:
                 set_up=set_up,
                 bounds=bounds,
                 phase_seconds=chosen.phase_seconds,
-                refuse=opened.refuse,
+                refuse=refuse,
                 leave_out=exclude,
             )
             note_unmasked(unmasked)
             self.seen = unmasked.first_seen, ring_histogram(unmasked.vector_P)
             return unmasked
 
-        sums = sum_groups(cohort, groups, run_session=run_session, refuse=opened.refuse)
+        sums = sum_groups(cohort, groups, run_session=run_session, refuse=refuse)
         before = self._suspicion
         self._suspicion, culprits = sums.after(before)
-        self.has_narrowed = bool(culprits) or self._suspicion.is_narrower(before)
+        self.has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
@@ -146,3 +216,11 @@ class MaskedRounds:
         """Take the state that ``to_json`` gave; the initial state from an empty row."""
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
+
+
+def clients_by_model(names: Iterable[str], plans: Mapping[str, Plan]) -> dict[int, list[str]]:
+    """Return clients by the version of the model in their plans, the oldest first."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        found.setdefault(plans[name].model_version, []).append(name)
+    return dict(sorted(found.items()))

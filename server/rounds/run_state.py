@@ -226,13 +226,12 @@ class Training:
                 opened,
                 fleet,
                 run_id=self.run_id,
-                round_number=self.round + 1,
                 max_weight_per_example=self.max_weight_per_example,
                 exclude=partial(self.planner.exclude, round_number=self.round + 1),
                 note_unmasked=partial(self._note_unmasked, opened),
             )
             self._check_enough(opened, done.names)
-            correct_steps(done, opened.plans, {})
+            correct_steps(done, opened.plans, {}, opened.times)
             # Private clients have masked zeros in place of their metrics.
             return done if self.privacy is None else replace(done, metric_sums={})
         columns, held, bit_sum = opened.columns, self.held, None

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.common.compression.encoding import Coding
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.compression_terms import num_masked
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
@@ -98,18 +97,20 @@ def setup_of(
     *,
     run_id: int,
     number: SessionNumber,
-    image: SentModel,
+    num_values: int,
+    model_digest: bytes,
     rotation_seed: bytes,
     whole: ReadyCohort | None = None,
 ) -> SessionSetup:
     """Choose the parameters that do not depend on which clients advertise keys.
 
-    If ``cohort`` is a group of the round's clients, ``whole`` is all of them: bounds and encoding
-    are the whole's, so that the groups' sums can be added in the ring.
+    ``num_values`` are the coordinates of a whole vector, ``model_digest`` is of the model that all
+    updates of the cohort are of. If ``cohort`` is a group of the round's clients, ``whole`` is all
+    of them: bounds and encoding are the whole's, so that the groups' sums can be added in the ring.
     """
     limits = whole or cohort
     assert settings.aggregation != "off"
-    num_values = cohort.num_masked(image.layout.num_parameters)
+    num_values = cohort.num_masked(num_values)
     seed = digest = None
     if settings.ring_bits != 32:
         seed = rotation_seed
@@ -118,7 +119,7 @@ def setup_of(
         run=run_id,
         number=number,
         mode=settings.aggregation,
-        model_digest=image.digest,
+        model_digest=model_digest,
         plan_digest=cohort.plan_digest,
         num_values=num_values,
         planned_weights=cohort.planned_weights,

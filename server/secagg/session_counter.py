@@ -14,6 +14,7 @@ from headwater.common.secagg.protocol import SessionNumber, next_number
 from headwater.common.system.atomic_file import write_atomically
 
 SESSION_FILE = "session.json"
+MAX_ROUNDS = 10_000  # devices refuse the repeated number of a session of a round before these
 
 
 class SessionNumbers:
@@ -32,12 +33,17 @@ class SessionNumbers:
         self._path = None if folder is None else folder / SESSION_FILE
         self._run_id = run_id
         self._publish = publish
-        self._last: SessionNumber | None = None
+        self._restored: SessionNumber | None = None
+        """The highest number of an earlier server."""
+        self._highest: SessionNumber | None = None
+        self._last: dict[int, SessionNumber] = {}
+        """The last number of each round; of the newest ``MAX_ROUNDS`` rounds that had sessions."""
         if self._path is not None and self._path.exists():
             try:
                 fields = json.loads(self._path.read_text(encoding="utf-8"))
                 if fields["run_id"] == run_id:
-                    self._last = SessionNumber(int(fields["round"]), int(fields["attempt"]))
+                    self._restored = SessionNumber(int(fields["round"]), int(fields["attempt"]))
+                    self._highest = self._restored
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointCorrupt(
                     f"{self._path} does not hold the last secure session's number: {error}",
@@ -45,18 +51,25 @@ class SessionNumbers:
                 ) from error
 
     def next(self, round_number: int) -> SessionNumber:
-        """Store and return the number of a round's next session.
+        """Store and return the number of the next session of updates whose plans are of a round.
+
+        In asynchronous rounds that may be an earlier round than the last one. The file has the
+        highest number alone: a server that starts again accepts no updates of earlier rounds.
 
         Raises:
             StateError: it cannot be stored.
         """
-        number = next_number(self._last, round_number=round_number)
+        last = self._last.get(round_number, self._restored)
+        number = next_number(last, round_number=round_number)
+        highest = number if self._highest is None else max(self._highest, number)
         if self._path is not None:
-            row = {"run_id": self._run_id, "round": number.round, "attempt": number.attempt}
+            row = {"run_id": self._run_id, "round": highest.round, "attempt": highest.attempt}
             try:
                 write_atomically(self._path, json.dumps(row).encode())
             except OSError as error:
                 raise StateError(f"cannot write {self._path}: {error.strerror}") from error
             self._publish()
-        self._last = number
+        self._highest, self._last[round_number] = highest, number
+        if len(self._last) > MAX_ROUNDS:
+            del self._last[min(self._last)]
         return number

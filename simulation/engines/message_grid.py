@@ -6,6 +6,7 @@ Context of its own, as under Flower. Any ClientApp can run on it, under any Flow
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from headwater.client.flower.state_file import STATE
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.messages import ReadyReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.limits import wire_bytes
@@ -31,7 +33,7 @@ from headwater.simulation.fleet.devices import (
     LOCAL_FOLDER,
     MAX_LOOKS,
 )
-from headwater.simulation.fleet.faults import STAGES, TRAIN
+from headwater.simulation.fleet.faults import STAGES, TRAIN, absent_seconds
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
 from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.fleet.random_events import at_round, is_connected
@@ -102,6 +104,11 @@ class InProcessGrid(HeadwaterGrid):
         self._devices = ConnectedDevices(self._fleet, min_clients=settings.num_clients_needed)
         self._connected: Collection[int] = range(self._fleet.num_devices)
         self._attempts: defaultdict[int, TrainAttempt] = defaultdict(TrainAttempt)
+        self._now_seconds = 0.0
+        """The virtual time of asynchronous rounds: that of the last reply to a dispatched plan."""
+        self._under_way: list[tuple[float, int, Message]] = []
+        """Replies to dispatched plans, a heap by their virtual time and the order of the plans."""
+        self._num_dispatched = 0
 
     def name_of(self, node_id: int) -> str | None:
         return self._identities.name(node_id - FIRST_NODE_ID)
@@ -161,6 +168,39 @@ class InProcessGrid(HeadwaterGrid):
                 self._stages[name] = "uploading"
             yield reply
             self._stages.pop(name, None)
+
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        """See ``HeadwaterGrid``; a device trains at once, and its reply arrives when it is due.
+
+        So its update is of the model that the message has. Only masked plans are dispatched here:
+        the update itself stays with the device.
+        """
+        ids = []
+        for message in messages:
+            ids.append(ensure_message_id(message))
+            reply = self._deliver(message)
+            due = self._now_seconds + self._seconds_of(message, reply)
+            heapq.heappush(self._under_way, (due, self._num_dispatched, reply))
+            self._num_dispatched += 1
+        return ids
+
+    def next_reply(self, *, timeout: float) -> Message | None:
+        if not self._under_way:
+            return None
+        self._now_seconds, _, reply = heapq.heappop(self._under_way)
+        return reply
+
+    def virtual_now(self) -> float:
+        return self._now_seconds
+
+    def _seconds_of(self, message: Message, reply: Message) -> float:
+        """Return the virtual seconds from a plan to its answer; a dropout is known at once."""
+        if not reply.has_content():
+            return 0.0
+        part = message.metadata.dst_node_id - FIRST_NODE_ID
+        moment = self._fleet.moment(part, round_number=self._devices.last_round)
+        seconds = records.read(reply.content, ReadyReport).seconds or 0.0
+        return seconds + absent_seconds(self._fleet.faults, moment)
 
     def _deliver(self, message: Message) -> Message:
         node_id, kind = message.metadata.dst_node_id, message.metadata.message_type

@@ -207,8 +207,11 @@ def _check_faults(settings: Settings) -> None:
             )
     if faults.liar:
         _check_engine(settings, "there are liars")
-    if faults.absence and (settings.simulation.engine != "in-process" or fleet.is_masked):
+    is_masked = fleet.is_masked and not settings.asynchronous.is_on
+    if faults.absence and (settings.simulation.engine != "in-process" or is_masked):
         raise SettingsError(
-            "there are absences, which only --engine in-process simulates, without masks",
-            remedy="leave out --engine and --secure-aggregation, or the tables [[absence]]",
+            "there are absences, which only --engine in-process simulates, and under masks only in "
+            "asynchronous rounds",
+            remedy="leave out --engine, add --asynchronous or leave out --secure-aggregation, or "
+            "leave out the tables [[absence]]",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,40 @@ def test_a_device_that_returns_with_several_windows_counts_for_what_it_is(tmp_pa
     place = state["pending_place" if state["pending_round"] == last else "place"]
     num_used = 50 * place["epoch"] + place["offset"] - len(place.get("skipped", ()))
     assert num_used == sum(row["num_examples"] for row in counted)
+
+
+def test_masked_updates_of_one_model_are_summed_and_a_lone_late_one_is_computed_again(
+    tmp_path: Path,
+) -> None:
+    """Device 0 is stopped in its first plan; device 3 joins later and fills the buffer."""
+    size = 7  # no size that a device measures its speed with
+    task, out = write_task(tmp_path, open_for=0, size=size), tmp_path / "out"
+    masks = ("--secure-aggregation", "semi-honest", "--num-parts", 4)
+    work = ("--accumulation-steps", 2, "--micro-batch-size", size, "--max-staleness", 1_000_000)
+    rounds = ("--rounds", 100_000, "--min-clients", 3, "--asynchronous", "--buffer", 3)
+
+    def summed(row: dict[str, Any]) -> set[str]:
+        return {client["name"] for client in row["masked_clients"]}
+
+    with Processes(tmp_path) as processes:
+        server = processes.server(*rounds, *work, *masks[:2], task=task.spec)
+        port = port_of(server)
+        clients = [processes.client(port, part, *masks, task=task.spec) for part in range(3)]
+        task.wait_until_reached()
+        clients += [processes.client(port, 3, *masks, task=task.spec)]
+        until(lambda: len(rows(out)) >= 3, what=lambda: f"three steps: {server.text()}")
+        assert all(summed(row) == {"1", "2", "3"} for row in rows(out)[:3])
+        task.open()
+        until(
+            lambda: any("0" in summed(row) for row in rows(out)),
+            what=lambda: f"the late one: {server.text()}",
+        )
+        orders.write_order(out, "drain")
+        for process in (server, *clients):
+            assert process.wait() == 0, process.text()
+    refusing = next(row for row in rows(out) if "0" in row["refused"])
+    assert refusing["refused"]["0"].startswith("TooFewOfModel: 0: fewer than 3 masked updates")
+    assert refusing["model_versions"]["0"] == 0
+    for row in rows(out):
+        assert len({row["model_versions"][name] for name in summed(row)}) == 1
+        assert 0 < row["num_examples"] == row["weight"] <= 2 * size * len(summed(row))

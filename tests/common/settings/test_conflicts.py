@@ -123,7 +123,14 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "its staleness",
     ),
-    "asynchronous rounds and masks": ({**MASKS, "asynchronous": ASYNCHRONOUS}, "one model"),
+    "a buffer below a secure session's members": (
+        {**MASKS, "asynchronous": {"is_on": True, "buffer": 2}},
+        "a secure session needs 3",
+    ),
+    "masks and offline windows": (
+        {**MASKS, "asynchronous": {"is_on": True, "offline_windows": 5}},
+        "a device masks one window",
+    ),
     "asynchronous rounds and the noise scale": (
         {"asynchronous": ASYNCHRONOUS, **plan(follow_noise_scale=True)},
         "one model",

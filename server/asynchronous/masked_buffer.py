@@ -1,0 +1,49 @@
+"""The buffer of masked asynchronous rounds: which waiting updates may be opened together.
+
+A masked update waits on its device, and the server knows no more than that it is ready. A step
+opens one secure session for each model that updates in the buffer are of, and counts its sum as
+often as an update of that model counts in the clear. So everything that a device checks in a
+synchronous session holds unchanged: all members have one model, one plan and one round, and no
+factor of the server's choice is in a session. In a session across models, a server could send all
+members but one a model whose gradients are zero, and the sum would be that one's update.
+
+The price: a session needs ``secure.min_members`` members, so an update counts only if as many of
+its model are ready at the same step. An update that can have no such company any more is refused
+(``TooFewOfModel``), and its device gets the newest model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from headwater.common.messages import Plan
+from headwater.server.rounds.masked_rounds import clients_by_model
+
+
+def in_sessions(ready: Collection[str], plans: Mapping[str, Plan], *, least: int) -> list[str]:
+    """Return the ready clients that could be in sessions now: at least ``least`` of their model."""
+    groups = clients_by_model(ready, plans).values()
+    return [name for names in groups if len(names) >= least for name in names]
+
+
+def without_company(
+    ready: Collection[str], at_work: Collection[str], plans: Mapping[str, Plan], *, least: int
+) -> list[str]:
+    """Return the clients of both kinds whose model has fewer than ``least`` of both kinds left."""
+    groups = clients_by_model([*ready, *at_work], plans).values()
+    return [name for names in groups if len(names) < least for name in names]
+
+
+def joined(
+    new: Mapping[str, Plan], earlier: Mapping[str, Plan], *, least: int
+) -> Mapping[str, Plan]:
+    """Return new plans of one model, which say how many clients have a plan of it; or none.
+
+    There is none if no session could come of them: a device carries out no plan for fewer clients
+    than its own minimum. ``earlier`` are the plans that are out.
+    """
+    versions = {plan.model_version for plan in new.values()}
+    number = len(new) + sum(plan.model_version in versions for plan in earlier.values())
+    if number < least:
+        return {}
+    return {name: plan.model_copy(update={"num_invited": number}) for name, plan in new.items()}
