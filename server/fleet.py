@@ -71,6 +71,17 @@ class UpdateBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateSeries:
+    """The updates of several clients, which are added one by one, and their reports.
+
+    Only the simulator sends several at once: their reports are columns already.
+    """
+
+    vectors: Sequence[Tensor] = field(repr=False)
+    reports: ReportBatch = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BranchOrder:
     """An aggregator's part of a round: its devices' plans, and the rules of the server above."""
 
@@ -98,6 +109,10 @@ class BranchSum:
     clip_bits: Sequence[int]
     refused: Mapping[str, HeadwaterError]
     refusals: Mapping[str, int]
+
+
+Answer = Update | UpdateSeries | UpdateBatch | BranchSum | ReadyReport | Dropout
+"""An answer to plans: of one client, or of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,10 +192,10 @@ class Fleet(Protocol):
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | BranchSum | ReadyReport | Dropout]:
+    ) -> Iterator[Answer]:
         """Send plans and model, and yield each answer as it arrives: a ReadyReport if masked.
 
-        The vector of an update or a batch is valid until the next answer is requested. With fewer
+        The vectors of an answer are valid until the next answer is requested. With fewer
         than ``num_needed`` answers the round would be aborted, so a lost connection is awaited for
         longer.
         """

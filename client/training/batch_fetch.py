@@ -9,9 +9,12 @@ a matrix product may depend on whether its rows start at a multiple of ALIGNED_B
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.data.batches import batch_of, dataset_tensors
@@ -59,17 +62,48 @@ class Batches:
     def fetch(self) -> None:
         """Fetch the window's rows now instead of with its first batch."""
         self._is_fetched = True
-        tensors = dataset_tensors(self._task, self._examples)
-        if tensors is None:
-            return
-        num_bytes = sum(tensor.nbytes // max(len(tensor), 1) for tensor in tensors)
-        if num_bytes * len(self._positions) > MAX_BYTES:
-            return
-        self._window_rows = rows = batch_of(self._task, self._examples, self._positions)
-        self._alignment = math.lcm(*map(_aligned_rows, rows))
+        self._window_rows = rows = _rows_of(self._task, self._examples, self._positions)
+        if rows is not None:
+            self._alignment = math.lcm(*map(aligned_rows, rows))
 
 
-def _aligned_rows(rows: Tensor) -> int:
+def batches_of(
+    task: Task,
+    examples: Examples,
+    positions: Sequence[int] | NDArray[np.int64],
+    sizes: Sequence[int],
+) -> Iterator[Any]:
+    """Yield the batches of a whole window, of these sizes, as ``Batches`` gives them."""
+    rows = _rows_of(task, examples, positions)
+    if rows is None:
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            yield batch_of(task, examples, positions[start:end])
+        return
+    alignment, start = math.lcm(*map(aligned_rows, rows)), 0
+    for size in sizes:
+        end = start + size
+        if start % alignment:
+            yield batch_of(task, examples, positions[start:end])
+        else:
+            yield [row[start:end] for row in rows]
+        start = end
+
+
+def _rows_of(
+    task: Task, examples: Examples, positions: Sequence[int] | NDArray[np.int64]
+) -> list[Tensor] | None:
+    """Return the rows of a window if a batch consists of rows of tensors, and they are few."""
+    tensors = dataset_tensors(task, examples)
+    if tensors is None:
+        return None
+    num_bytes = sum(tensor.nbytes // max(len(tensor), 1) for tensor in tensors)
+    if num_bytes * len(positions) > MAX_BYTES:
+        return None
+    rows: list[Tensor] = batch_of(task, examples, positions)
+    return rows
+
+
+def aligned_rows(rows: Tensor) -> int:
     """Return n such that every n-th row is aligned as a new tensor's; 1 for integers."""
     if not (rows.is_floating_point() or rows.is_complex()):
         return 1

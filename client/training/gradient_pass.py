@@ -83,24 +83,15 @@ def add_micro_batch(
         MemoryError: an allocation failed; the vector is invalid.
         TaskError: the task breaks a rule.
     """
-    accumulator, load, size = context.accumulator, context.load(positions), context.size(positions)
+    values_P, load, size = (
+        context.accumulator.values_P,
+        context.load(positions),
+        context.size(positions),
+    )
     context.memory.begin(load)
-    version = accumulator.values_P._version
+    version = values_P._version
     loss, weight, metrics = forward(plan, window, positions, context)
-    if accumulator.values_P._version != version:
-        raise TaskError(
-            "loss_sum changed the gradients of the model, and the sum so far is lost",
-            remedy="leave zero_grad, backward and optimizers out of loss_sum",
-        )
-    loss_value = loss.item()
-    if not math.isfinite(loss_value):
-        raise NonFiniteLoss
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise TaskError(
-                f"loss_sum returned {value} as the sum of the metric {name}",
-                remedy="return sums of finite numbers as metrics",
-            )
+    loss_value = checked_loss(loss, metrics, values_P, version)
     backward(loss)
     context.clock.worked(size)
     return MicroBatchResult(
@@ -116,6 +107,32 @@ def add_micro_batch(
         ),
         needs_check=True,
     )
+
+
+def checked_loss(loss: Tensor, metrics: Metrics, values_P: Tensor, version: int) -> float:
+    """Return a loss as a number, before its backward pass.
+
+    ``version`` is that of the vector before the forward pass.
+
+    Raises:
+        NonFiniteLoss: nothing was added.
+        TaskError: ``loss_sum`` changed the vector, or a metric is not finite.
+    """
+    if values_P._version != version:
+        raise TaskError(
+            "loss_sum changed the gradients of the model, and the sum so far is lost",
+            remedy="leave zero_grad, backward and optimizers out of loss_sum",
+        )
+    value = loss.item()
+    if not math.isfinite(value):
+        raise NonFiniteLoss
+    for name, metric in metrics.items():
+        if not math.isfinite(metric):
+            raise TaskError(
+                f"loss_sum returned {metric} as the sum of the metric {name}",
+                remedy="return sums of finite numbers as metrics",
+            )
+    return value
 
 
 def with_norm(step: Step, context: TrainingContext) -> Step:
@@ -139,7 +156,7 @@ def forward(
         MemoryError: an allocation failed.
         InvalidGradients: the task raised an exception.
     """
-    seed = _layers_seed(plan.run_seed, window.place.epoch, context.name) + positions[0]
+    seed = layers_seed(plan.run_seed, window.place.epoch, context.name) + positions[0]
     torch.default_generator.manual_seed(seed)
     try:
         if (context.precision or plan.precision) == "bfloat16":
@@ -156,7 +173,8 @@ def forward(
 
 
 @functools.lru_cache(maxsize=64)
-def _layers_seed(run_seed: int, epoch: int, name: str) -> int:
+def layers_seed(run_seed: int, epoch: int, name: str) -> int:
+    """Return the seed of random layers, less the number of a micro-batch's first example."""
     return seed_of("layers", run_seed, epoch, name)
 
 

@@ -60,7 +60,7 @@ def dataset_tensors(task: Task, examples: Examples) -> Sequence[Tensor] | None:
     return tensors
 
 
-def batch_of(task: Task, examples: Examples, positions: Sequence[int]) -> Any:
+def batch_of(task: Task, examples: Examples, positions: Sequence[int] | NDArray[np.int64]) -> Any:
     """Fetch and collate the examples at ``positions``, in that order."""
     tensors = dataset_tensors(task, examples)
     rows = np.array(positions, dtype=np.int64)

@@ -54,7 +54,9 @@ def estimate_noise(first: tuple[int, float], last: tuple[int, float]) -> NoiseEs
 
 def solve_noise(small: Any, small_norm: Any, large: Any, large_norm: Any) -> tuple[Any, Any]:
     """Solve the two equations of ``estimate_noise`` for S and |G|^2; numbers or numpy columns."""
-    at_small, at_large = (small_norm / small) ** 2, (large_norm / large) ** 2
+    at_small, at_large = small_norm / small, large_norm / large
+    # Not ** 2: Python's power and numpy's square may round differently.
+    at_small, at_large = at_small * at_small, at_large * at_large
     # This divides by 1/small - 1/large without forming it: a device's claims could round it to 0.
     variance = (at_small - at_large) * (small * large / (large - small))
     return variance, (large * at_large - small * at_small) / (large - small)

@@ -32,7 +32,14 @@ from headwater.server.aggregation.held_updates import HeldUpdates
 from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight
 from headwater.server.aggregation.robust_rules import scaled_to
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import BranchSum, Dropout, ReportBatch, UpdateBatch
+from headwater.server.fleet import (
+    Answer,
+    BranchSum,
+    Dropout,
+    ReportBatch,
+    UpdateBatch,
+    UpdateSeries,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +86,8 @@ class OpenRound:
         """The accepted updates' bits on the clip norm; none if it does not follow them."""
         self._reports: list[ReportFields] = []
         self._batches: list[ReportBatch] = []
+        self._batch_norms: list[Sequence[float] | None] = []
+        """Of each batch that arrived as one sum."""
         self._total = total
         self._max_weight = max_weight_per_example
         self._owned = owned
@@ -117,9 +126,8 @@ class OpenRound:
     @property
     def all_norms(self) -> Sequence[float] | None:
         """The norms of all updates that arrived; None if those of a batch are unknown."""
-        batches = [batch.norms_per_weight for batch in self._batches]
-        known = [norms for norms in batches if norms is not None]
-        is_complete = len(known) == len(batches)
+        known = [norms for norms in self._batch_norms if norms is not None]
+        is_complete = len(known) == len(self._batch_norms)
         return [*self.norms.values(), *chain.from_iterable(known)] if is_complete else None
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
@@ -130,7 +138,7 @@ class OpenRound:
         """Record that a client's answer was refused; it is counted and logged."""
         self._refuse_updates([name], error)
 
-    def take(self, answer: Update | UpdateBatch | BranchSum | ReadyReport | Dropout) -> None:
+    def take(self, answer: Answer) -> None:
         """Check an answer; add it to the sum, or record why not.
 
         A batch, and the sum of a branch, count whole or not at all.
@@ -142,6 +150,8 @@ class OpenRound:
                 self._take_ready(answer)
             case Update():
                 self._take_update(answer)
+            case UpdateSeries():
+                self._take_series(answer)
             case UpdateBatch():
                 self._take_batch(answer)
             case BranchSum():
@@ -160,20 +170,54 @@ class OpenRound:
             if plan.privacy is not None:
                 _check_bit(update, plan.privacy)
                 values_P = _clipped(update, plan.privacy)
-            peaks = self._total.check(values_P, name=report.name)
-            within_P = self._within_norm(report.name, values_P, report.weight)
+            self._add(report.name, plan, values_P, report.weight)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return
-        if self._held is not None:
-            self._held.add(whole(within_P), report.weight)
-        else:
-            known = peaks if within_P is values_P else None
-            self._total.fold(within_P, report.weight, known, times=self.times(plan))
         self.accepted[report.name] = report
         self._reports.append(report)
         if report.clip_bit is not None:
             self.clip_bits.append(report.clip_bit)
+
+    def _take_series(self, series: UpdateSeries) -> None:
+        """Check the reports of a series, then check and add each update.
+
+        Reports count whole or not at all, vectors one by one.
+        """
+        reports, columns, taken = series.reports, series.reports.columns, list[int]()
+        try:
+            self._check_columns(columns)
+        except UpdateRefused as error:
+            self._refuse_updates(columns.names, error)
+            return
+        rows = zip(columns.names, columns.sent_weight, series.vectors, strict=True)
+        for at, (name, weight, values_P) in enumerate(rows):
+            try:
+                self._add(name, self.plans[name], values_P, weight)
+                taken.append(at)
+            except UpdateRefused as error:
+                self._refuse_updates([name], error)
+        if len(taken) == len(columns.names):
+            self._batches.append(reports)
+            self.accepted |= zip(columns.names, reports, strict=True)
+            return
+        for at in taken:
+            self.accepted[columns.names[at]] = reports[at]
+            self._reports.append(reports[at])
+
+    def _add(self, name: str, plan: Plan, values_P: Vector, weight: int) -> None:
+        """Check one update's vector and add it.
+
+        Raises:
+            UpdateRefused: it is not of this model, not finite, or beyond the norm's limit.
+        """
+        peaks = self._total.check(values_P, name=name)
+        within_P = self._within_norm(name, values_P, weight)
+        if self._held is not None:
+            self._held.add(whole(within_P), weight)
+        else:
+            known = peaks if within_P is values_P else None
+            self._total.fold(within_P, weight, known, times=self.times(plan))
 
     def _within_norm(self, name: str, values_P: Vector, weight: int) -> Vector:
         """Return an update's vector, or a copy that is scaled down to the norm's limit.
@@ -211,6 +255,7 @@ class OpenRound:
         self._total.fold(batch.values_P, sum(columns.sent_weight), peaks)
         self.accepted |= zip(columns.names, batch.reports, strict=True)
         self._batches.append(batch.reports)
+        self._batch_norms.append(batch.reports.norms_per_weight)
 
     def _take_branch(self, branch: BranchSum) -> None:
         """Add an aggregator's sum; what it says of its devices is checked as if they said it.
@@ -243,7 +288,7 @@ class OpenRound:
         return BranchSum(
             name=name,
             total=self._total.part(),
-            reports=tuple(self._reports),
+            reports=tuple(chain(self._reports, *self._batches)),
             norms=self.norms,
             outliers=self.outliers,
             clip_bits=self.clip_bits,

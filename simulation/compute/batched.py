@@ -23,7 +23,8 @@ from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite
-from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
+from headwater.simulation.compute.device_sums import JointSums
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.report_columns import CohortReports
@@ -150,7 +151,7 @@ class BatchedCompute:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | Dropout]:
+    ) -> Iterator[Update | UpdateSeries | UpdateBatch | Dropout]:
         """Yield the sums of the devices' updates, then the updates of devices computed alone."""
         honest, alone = self._split_liars(clients)
         prediction = predict_round(self._devices, honest)
@@ -243,7 +244,10 @@ class BatchedCompute:
             values = np.add.reduce(updates.values_DP.numpy(), axis=0, dtype=np.float64)
             norms, of_updates = updates.norms, updates.update_norms
             return torch.from_numpy(values), CohortReports(
-                planned=columns, sums=updates.sums, norms=norms, update_norms=of_updates
+                planned=columns,
+                sums=JointSums(planned=columns, rows=updates.sums),
+                norms=norms,
+                update_norms=of_updates,
             )
         block = Block(
             rows=rows,
@@ -256,12 +260,14 @@ class BatchedCompute:
         model, accumulator = self._model, self._devices.trainer.accumulator
         if not self._with_norms:
             values_P, sums = sum_gradients(model, accumulator, block)
-            return values_P, CohortReports(planned=columns, sums=sums, is_ordered=False)
+            joint = JointSums(planned=columns, rows=sums, is_ordered=False)
+            return values_P, CohortReports(planned=columns, sums=joint)
         if self._layers is None:
             values_P, sums, norms = sum_with_norms(model, block)
         else:
             values_P, sums, norms = sum_with_layer_norms(model, accumulator, self._layers, block)
-        return values_P, CohortReports(planned=columns, sums=sums, norms=norms)
+        joint = JointSums(planned=columns, rows=sums)
+        return values_P, CohortReports(planned=columns, sums=joint, norms=norms)
 
     def _rows(self, block: RoundColumns) -> Rows:
         """Return the rows of a block's examples, in the order in which the devices use them.

@@ -22,7 +22,7 @@ from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult
-from headwater.client.training.sampler import Window
+from headwater.client.training.sampler import Window, window
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
@@ -31,7 +31,6 @@ from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.common.optimizers.local_optimizer import held_bytes
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.one_by_one import next_window
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
@@ -81,6 +80,71 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
     return Prediction(columns=columns, alone=alone, dropouts=dropouts)
 
 
+def foreseen_alone(
+    devices: Devices, clients: Sequence[ClientPlan], *, timeout_seconds: float | None
+) -> RoundColumns:
+    """Return the devices that do nothing but sum as foreseen, in their order.
+
+    Their positions after the round are stored as pending. A device that checks its vector more
+    often, as from half of the time to its deadline on, is not among them.
+    """
+    nobody = RoundColumns.joined([])
+    if devices.changes_updates or not clients:
+        return nobody
+    version, checkpointed = clients[0].plan.model_version, devices.trainer.checkpointed
+    plans = {id(one.plan): one.plan for one in clients}  # many devices share one
+    is_plain = {key: _is_plain(plan) for key, plan in plans.items()}
+    some = [
+        one
+        for one in clients
+        if is_plain[id(one.plan)]
+        and one.plan.model_version == version
+        and one.name not in checkpointed
+        and not devices.falsifications(one.part, round_number=one.plan.round)
+    ]
+    if not some:
+        return nobody
+    columns = predict_round(devices, some).columns
+    if len(columns) == 0:
+        return nobody
+    limits = _floats(one.plan.deadline_seconds for one in columns.clients) / 2
+    if timeout_seconds is not None:
+        limits = np.fmin(limits, timeout_seconds)
+    is_early = ~(columns.seconds > limits)  # True without a limit, which is NaN
+    row_of = {one.part: row for row, one in enumerate(columns.clients)}
+    rows = np.array([row_of[one.part] for one in some if one.part in row_of])
+    rows = rows[is_early[rows]]
+    if len(rows) == len(columns) and bool((np.diff(rows) == 1).all()):
+        return columns
+    return columns.some(rows)
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Whether a plan asks for the sum of a window's gradients in float32, and nothing else."""
+    return (
+        not plan.takes_local_steps
+        and plan.max_windows == 1
+        and not plan.is_masked
+        and plan.precision != "auto"
+        and all(
+            one is None for one in (plan.algorithm, plan.privacy, plan.compression, plan.max_tokens)
+        )
+    )
+
+
+def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:
+    """Return the examples that a device trains on next, out of ``num_examples``."""
+    plan = client.plan
+    return window(
+        devices.positions[client.part].settle(plan.counted_round).place,
+        quota=plan.quota,
+        num_more=plan.max_examples - plan.quota,
+        run_seed=plan.run_seed,
+        name=client.name,
+        num_examples=num_examples,
+    )
+
+
 # All at once.
 
 
@@ -94,6 +158,7 @@ def _split_steady(
     parts = np.array([one.part for one in clients], dtype=np.int64)
     try:
         hardware.load(parts, held_bytes=_held_bytes(devices, clients[0].plan))
+        devices.num_training_examples(parts, clients[0].plan)
     except HeadwaterError:  # found again for the device whose examples cannot be opened
         return [], list(clients)
     sizes = _ints(one.plan.micro_batch_size for one in clients)

@@ -1,118 +1,41 @@
-"""Computes one device after another with the code of a real device, so the bits are the wire's.
+"""Computes one device after another by the passes of a real device, so the bits are the wire's.
 
-A device's Python work takes two to four times as long after a forward and backward pass, which
-fills the processor's caches with other data. So a few devices go through each stage together: all
-are prepared, then each sums its window into a vector of its own, then all make their updates. Each
-device computes the same numbers as it would alone.
+Devices whose work is foreseen sum their windows in blocks: each into a vector of its own, with
+nothing but passes in between (``simulation.compute.window_passes``). Their reports are columns. Any
+other device runs its own code from the plan to the report: if it takes local steps, has parameters
+or a compression of its own, lies, runs out of memory, or has an example that cannot be trained on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 
 import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.compression.error_feedback import encoded_update
-from headwater.client.device.interfaces import Hardware
-from headwater.client.local_training.local_update import LocalSum, make_update
+from headwater.client.local_training.local_update import make_update
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.batch_fetch import Batches
-from headwater.client.training.context import TrainingContext
-from headwater.client.training.sampler import (
-    ExampleOrder,
-    Window,
-    window,
-    window_length,
-)
+from headwater.client.training.sampler import Window
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Plan, Update
-from headwater.common.model.local_state import LocalState
-from headwater.common.task import Examples
-from headwater.server.fleet import Dropout
+from headwater.server.fleet import Dropout, UpdateSeries
+from headwater.simulation.compute.dry_run import foreseen_alone, next_window
+from headwater.simulation.compute.report_columns import CohortReports
+from headwater.simulation.compute.window_passes import WindowPasses
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.faults import falsify
-from headwater.simulation.fleet.position_columns import NO_ROUND, Ints, PlaceColumns
-from headwater.simulation.fleet.window_columns import window_positions
-from headwater.simulation.vectorised.round_columns import samplers_of
+from headwater.simulation.fleet.position_columns import ranges, starts_of
+from headwater.simulation.vectorised.round_columns import Ints, RoundColumns
 
 log = logging.getLogger(__name__)
 
-# Devices that go through the stages together, and the bytes of their vectors: these must stay in
-# the processor's caches.
-MAX_TOGETHER, TOGETHER_BYTES = 8, 512 << 10
-# Devices whose examples are opened and whose permutations are drawn together.
-MAX_DRAWN = 512
-
-
-def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:
-    """Return the examples that a device trains on next, out of ``num_examples``."""
-    plan = client.plan
-    return window(
-        devices.positions[client.part].settle(plan.counted_round).place,
-        quota=plan.quota,
-        num_more=plan.max_examples - plan.quota,
-        run_seed=plan.run_seed,
-        name=client.name,
-        num_examples=num_examples,
-    )
-
-
-def next_windows(devices: Devices, opened: Sequence[tuple[ClientPlan, Examples]]) -> list[Window]:
-    """Return the ``next_window`` of each device, with the permutations drawn in columns."""
-    if len(opened) == 1:  # in columns, one window takes 150 us instead of 25
-        return [next_window(devices, client, len(examples)) for client, examples in opened]
-    clients, plans = [one for one, _ in opened], [one.plan for one, _ in opened]
-    parts = np.array([one.part for one in clients], dtype=np.int64)
-    owned = np.array([len(examples) for _, examples in opened], dtype=np.int64)
-    places = devices.positions.settle(parts, _counted_rounds(clients)).of_existing(owned)
-    lengths = [
-        window_length(plan.quota, plan.max_examples - plan.quota, number)
-        for plan, number in zip(plans, owned.tolist(), strict=True)
-    ]
-    samplers = samplers_of(clients, owned)
-    positions = iter(window_positions(samplers, places, np.array(lengths)).tolist())
-    return [
-        Window(
-            positions=tuple(islice(positions, length)),
-            place=place,
-            order=ExampleOrder(client.plan.run_seed, client.name, len(examples)),
-        )
-        for place, length, (client, examples) in zip(places, lengths, opened, strict=True)
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OpenedClient:
-    """A device with its examples, and its window of this round."""
-
-    client: ClientPlan
-    examples: Examples
-    window: Window
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PreparedClient:
-    """A device with its window's batches, and its hardware for this round."""
-
-    opened: _OpenedClient
-    batches: Batches
-    hardware: Hardware
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TrainedClient:
-    """A device whose window is summed."""
-
-    opened: _OpenedClient
-    context: TrainingContext
-    local: LocalState
-    local_sum: LocalSum
+# Devices of a block, and the bytes of their vectors: these should stay in the processor's caches.
+MAX_TOGETHER, TOGETHER_BYTES = 64, 1 << 20
 
 
 class OneByOne:
@@ -124,6 +47,7 @@ class OneByOne:
         """``note_begun`` is called with a device's number before its task's code runs."""
         self._devices = devices
         self._note_begun = note_begun
+        self._passes = WindowPasses(devices, note_begun=note_begun)
         self._accumulators: list[Accumulator] = []
         self._left_out_log = LeftOutLog()
 
@@ -134,127 +58,114 @@ class OneByOne:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | Dropout]:
-        """Yield each device's reply; its vector is valid until the next reply is requested."""
-        yield from self.replies(clients, image.buffer(), run_id=run_id)
+    ) -> Iterator[Update | UpdateSeries | Dropout]:
+        """Yield the devices' replies; the vectors are valid until the next reply is requested."""
+        yield from self.replies(
+            clients, image.buffer(), run_id=run_id, timeout_seconds=timeout_seconds
+        )
 
     def replies(
-        self, clients: Sequence[ClientPlan], model: memoryview, *, run_id: int
-    ) -> Iterator[Update | Dropout]:
+        self,
+        clients: Sequence[ClientPlan],
+        model: memoryview,
+        *,
+        run_id: int,
+        timeout_seconds: float | None,
+    ) -> Iterator[Update | UpdateSeries | Dropout]:
         """Let devices carry out their plans on the model of this image, and store their positions.
 
-        A vector is valid until the next reply is requested.
+        The replies are in the devices' order; see ``train``.
         """
-        num_bytes = self._devices.trainer.image.layout.num_bytes
-        at_once = max(min(TOGETHER_BYTES // num_bytes, MAX_TOGETHER), 1)
-        for start in range(0, len(clients), MAX_DRAWN):
-            opened = self._open(clients[start : start + MAX_DRAWN])
-            for first in range(0, len(opened), at_once):
-                yield from self._replies(opened[first : first + at_once], model, run_id=run_id)
-
-    def _replies(
-        self, opened: Sequence[_OpenedClient | Dropout], model: memoryview, *, run_id: int
-    ) -> list[Update | Dropout]:
-        """Let a few devices carry out their plans, and store their positions."""
-        prepared = [one if isinstance(one, Dropout) else self._prepare(one) for one in opened]
-        trained: list[_TrainedClient | Dropout] = []
-        for one, accumulator in zip(prepared, self._some_accumulators(len(opened)), strict=True):
-            if isinstance(one, Dropout):
-                trained.append(one)
+        columns = foreseen_alone(self._devices, clients, timeout_seconds=timeout_seconds)
+        positions = columns.positions(np.arange(len(columns)))
+        starts, counts = starts_of(columns.num_examples), columns.num_examples
+        row_of = {client.part: row for row, client in enumerate(columns.clients)}
+        for block in _blocks([row_of.get(one.part) for one in clients], self._at_once):
+            first = clients[block.start]
+            # Training of the device before may have changed what must stay as it was sent.
+            self._devices.trainer.loaded_model.load(run_id, first.plan.model_version, model)
+            if first.part not in row_of:
+                yield self._alone(first)
                 continue
-            version = one.opened.client.plan.model_version
-            self._devices.trainer.loaded_model.load(run_id, version, model)
-            trained.append(self._train(one, accumulator))
-        replies = [one if isinstance(one, Dropout) else self._update(one) for one in trained]
-        pairs = zip(trained, replies, strict=True)
-        self._store_positions(
-            [
-                one
-                for one, reply in pairs
-                if isinstance(reply, Update) and not isinstance(one, Dropout)
-            ]
+            at = np.array([row_of[one.part] for one in clients[block]])
+            own = positions[ranges(starts[at], counts[at])]
+            for reply in self._series(columns.some(at), own):
+                if isinstance(reply, ClientPlan):
+                    self._devices.trainer.loaded_model.load(run_id, reply.plan.model_version, model)
+                    yield self._alone(reply)
+                else:
+                    yield reply
+
+    @property
+    def _at_once(self) -> int:
+        num_bytes = self._devices.trainer.image.layout.num_bytes
+        return max(min(TOGETHER_BYTES // num_bytes, MAX_TOGETHER), 1)
+
+    def _series(
+        self, planned: RoundColumns, positions: Ints
+    ) -> Iterator[UpdateSeries | ClientPlan]:
+        """Sum the windows of a block; yield the updates, and the devices that must do it alone."""
+        self._devices.trainer.checkpointed.set_up(planned.clients[0].name)
+        accumulators = self._some_accumulators(len(planned))
+        found = self._passes.sum(planned, positions, accumulators)
+        vectors = [accumulator.values_P for accumulator in accumulators]
+        reports = CohortReports(
+            planned=planned, sums=found.sums, norms=found.norms, are_summed=False
         )
-        return replies
+        if not found.has_failed.any():
+            yield UpdateSeries(vectors=vectors, reports=reports)
+            return
+        ends = np.flatnonzero(found.has_failed).tolist()
+        for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(planned)], strict=True):
+            if end > start:
+                some = reports.some(np.arange(start, end))
+                yield UpdateSeries(vectors=vectors[start:end], reports=some)
+            if end < len(planned):
+                yield planned.clients[end]
 
     def _some_accumulators(self, number: int) -> list[Accumulator]:
-        """Return this many vectors; the first is the trainer's own."""
+        """Return this many vectors; a single one is the trainer's own, which is never one of many.
+
+        So a device of a block may be computed alone before the block's other vectors are read.
+        """
         trainer = self._devices.trainer
-        if not self._accumulators:
-            self._accumulators = [trainer.accumulator]
+        if self._at_once == 1:
+            return [trainer.accumulator]
         while len(self._accumulators) < number:
             self._accumulators.append(Accumulator(trainer.image))
         return self._accumulators[:number]
 
-    def _open(self, clients: Sequence[ClientPlan]) -> list[_OpenedClient | Dropout]:
-        """Open the devices' examples, and choose the windows of those that could open them."""
-        examples: list[Examples | Dropout] = []
-        for client in clients:
-            self._note_begun(client.part)
-            try:
-                examples.append(self._devices.training_examples(client.part, client.plan))
-            except Exception as error:
-                examples.append(_dropout(client, error))
-        pairs = list(zip(clients, examples, strict=True))
-        opened = [(one, own) for one, own in pairs if not isinstance(own, Dropout)]
-        windows = iter(next_windows(self._devices, opened))
-        return [
-            own
-            if isinstance(own, Dropout)
-            else _OpenedClient(client=client, examples=own, window=next(windows))
-            for client, own in pairs
-        ]
-
-    def _prepare(self, one: _OpenedClient) -> _PreparedClient:
-        """Fetch the examples of a device's window if they are few, and get its hardware."""
-        client = one.client
-        self._note_begun(client.part)
-        batches = Batches(self._devices.trainer.task, one.examples)
-        batches.begin(one.window.positions)
+    def _alone(self, client: ClientPlan) -> Update | Dropout:
+        """Let a device carry out its plan by its own code, and store its position."""
+        devices, trainer = self._devices, self._devices.trainer
+        part, plan = client.part, client.plan
+        self._note_begun(part)
         try:
-            batches.fetch()
-        except Exception as error:
-            # An example cannot be read; the micro-batch with it will fail, and name it.
-            log.debug("%s: examples are fetched per micro-batch: %s", client.name, error)
-        hardware = self._devices.hardware(client.part, round_number=client.plan.round)
-        return _PreparedClient(opened=one, batches=batches, hardware=hardware)
-
-    def _train(self, one: _PreparedClient, accumulator: Accumulator) -> _TrainedClient | Dropout:
-        trainer, opened = self._devices.trainer, one.opened
-        client = opened.client
-        self._note_begun(client.part)
-        try:
-            context = trainer.context(
-                opened.examples, client.name, one.hardware, accumulator, one.batches
-            )
-            store = self._devices.local_store(client.part)
-            local = trainer.load_local(self._devices.identity(client.part), client.plan, store)
-            algorithm = algorithm_for(
-                client.plan, self._devices.settings.algorithm, name=client.name
-            )
-            local_sum = trainer.sum(client.plan, opened.window, context, algorithm=algorithm)
+            examples = devices.training_examples(part, plan)
         except Exception as error:
             return _dropout(client, error)
-        return _TrainedClient(opened=opened, context=context, local=local, local_sum=local_sum)
-
-    def _update(self, one: _TrainedClient) -> Update | Dropout:
-        """Return a device's update; an unusable window is skipped."""
-        devices, client, window = self._devices, one.opened.client, one.opened.window
-        part, plan = client.part, client.plan
+        window = next_window(devices, client, len(examples))
+        hardware = devices.hardware(part, round_number=plan.round)
         try:
-            self._left_out_log.note(plan, one.local_sum.total, one.context)
-            update = make_update(plan, window, one.context, one.local_sum)
+            context = trainer.context(examples, client.name, hardware)
             store = devices.local_store(part)
+            local = trainer.load_local(devices.identity(part), plan, store)
+            algorithm = algorithm_for(plan, devices.settings.algorithm, name=client.name)
+            local_sum = trainer.sum(plan, window, context, algorithm=algorithm)
+            self._left_out_log.note(plan, local_sum.total, context)
+            update = make_update(plan, window, context, local_sum)
             if store is not None:
-                local = one.local.pend(plan.round, one.local_sum.local_L)
-                store.write(local, one.context.image.layout)
+                store.write(local.pend(plan.round, local_sum.local_L), context.image.layout)
             update = self._as_sent(update, plan, part)
-        except EmptyUpdate as error:
+        except EmptyUpdate as error:  # its window is passed over
             settled = devices.positions[part].settle(plan.counted_round)
             place = window.after(len(window.positions))
             devices.positions[part] = replace(settled, place=place)
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
+        is_whole = plan.is_private_by_example  # as ``client.trainer`` passes
+        self._store_position(client, window, window.positions if is_whole else local_sum.used)
         return update
 
     def _as_sent(self, update: Update, plan: Plan, part: int) -> Update:
@@ -277,25 +188,26 @@ class OneByOne:
             values_P = coding.read(data, update.name, values_P.numel()).tensor()
         return replace(update, values_P=values_P)
 
-    def _store_positions(self, updated: Sequence[_TrainedClient]) -> None:
-        """Store the positions of devices that have made an update, all of one round."""
-        if not updated:
-            return
-        clients, afters = [one.opened.client for one in updated], []
-        for one in updated:
-            window = one.opened.window
-            is_whole = one.opened.client.plan.is_private_by_example  # as ``client.trainer`` passes
-            used = window.positions if is_whole else one.local_sum.used
-            afters.append(window.after_use_of(used))
-        parts = np.array([client.part for client in clients], dtype=np.int64)
-        positions = self._devices.positions
-        positions.settle(parts, _counted_rounds(clients))
-        places = PlaceColumns.of([one.opened.window.place for one in updated])
-        positions.set_pending(parts, places, clients[0].plan.round, PlaceColumns.of(afters))
+    def _store_position(self, client: ClientPlan, window: Window, used: Sequence[int]) -> None:
+        """Store the position that a device moves to if its round counts."""
+        positions, plan = self._devices.positions, client.plan
+        settled = replace(positions[client.part].settle(plan.counted_round), place=window.place)
+        positions[client.part] = settled.pend(plan.round, window.after_use_of(used))
 
 
-def _counted_rounds(clients: Sequence[ClientPlan]) -> Ints:
-    return np.array([one.plan.counted_round or NO_ROUND for one in clients], dtype=np.int64)
+def _blocks(rows: Sequence[int | None], at_once: int) -> Iterator[slice]:
+    """Cut a row of devices into blocks of those that are foreseen; any other is alone."""
+    start = 0
+    for end, row in enumerate(rows):
+        if row is None or end - start == at_once:
+            if end > start:
+                yield slice(start, end)
+            start = end
+        if row is None:
+            yield slice(end, end + 1)
+            start = end + 1
+    if start < len(rows):
+        yield slice(start, len(rows))
 
 
 def _dropout(client: ClientPlan, error: Exception) -> Dropout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import overload
@@ -22,53 +22,31 @@ from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_n
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
-from headwater.simulation.fleet.position_columns import ranges
-from headwater.simulation.vectorised.example_rows import Rows
-from headwater.simulation.vectorised.round_columns import Floats, RoundColumns
-from headwater.simulation.vectorised.task_sums import ExampleSums
+from headwater.simulation.compute.device_sums import DeviceSums, StepSums
+from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
 
 @dataclass(frozen=True, kw_only=True)
 class CohortReports(ReportBatch):
     """The reports of a block of devices.
 
-    ``sums`` are those of each example, device by device. ``norms`` [S] is the norm of a device's
-    vector after each of its steps, or of each local step's own sum; None if it was not computed.
+    ``norms`` [S] is the norm of a device's vector after each of its steps, or of each local step's
+    own sum, at least where a real device measures it; None if none was computed.
     ``update_norms`` [D] are those of the updates after local steps; None for exact sums, whose last
-    norm it is. ``is_ordered`` is false if the examples of devices that use all their examples are
-    in the data's order, not in the devices'.
+    norm it is. ``are_summed`` says whether the vectors come as one sum.
     """
 
     planned: RoundColumns
-    sums: ExampleSums
+    sums: DeviceSums
     norms: Floats | None = None
     update_norms: Floats | None = None
-    is_ordered: bool = True
+    are_summed: bool = True
 
-    @cached_property
-    def starts(self) -> Rows:
-        """The row of each device's first example."""
-        counts = self.planned.num_examples
-        return np.cumsum(counts) - counts
-
-    @cached_property
+    @property
     def weight(self) -> Floats:
         """The weight that each device's loss was summed over."""
-        return self._of_each(self.sums.weight)
-
-    @cached_property
-    def loss(self) -> Floats:
-        """Each device's summed loss."""
-        return self._of_each(self.sums.loss)
-
-    @cached_property
-    def metrics(self) -> Mapping[str, Floats]:
-        """Each device's metric sums."""
-        return {name: self._of_each(values) for name, values in self.sums.metrics.items()}
-
-    def _of_each(self, values: Floats) -> Floats:
-        sums: Floats = np.add.reduceat(values, self.starts)
-        return sums
+        return self.sums.weight
 
     @cached_property
     def ratio(self) -> Floats | None:
@@ -94,8 +72,8 @@ class CohortReports(ReportBatch):
             if is_scaled
             else summed,
             summed_weight=summed,
-            loss_sum=(self.loss * ratio).tolist(),
-            metric_sums={name: (sums * ratio).tolist() for name, sums in self.metrics.items()},
+            loss_sum=(self.sums.loss * ratio).tolist(),
+            metric_sums={name: (sums * ratio).tolist() for name, sums in self.sums.metrics.items()},
             seconds=planned.seconds.tolist(),
             vitals=planned.vitals,
         )
@@ -107,27 +85,24 @@ class CohortReports(ReportBatch):
             return [NoiseSums(weight=float(sum(columns.sent_weight)))]
         last = np.cumsum(planned.num_steps) - 1
         first = last - planned.num_steps + 1
-        weights, _ = self._of_steps
+        weights, _ = self.sums.of_steps
         small, large = weights[first], self.weight
         num_owned = np.array([owned[name] for name in columns.names])
         is_measured = (small > 0) & (small < large) & (planned.num_examples <= num_owned)
         if not is_measured.all():  # K = 1, steps without weight, or an example used twice
-            return [total(noise_sums(report, num_owned=owned[report.name]) for report in self)]
+            each = [noise_sums(report, num_owned=owned[report.name]) for report in self]
+            return [total(each)] if self.are_summed else each
         # The same formulas as ``common.stats.gradient_noise.noise_sums``, for all devices at once.
         sent = np.array(columns.sent_weight, dtype=np.float64)
         share = planned.num_examples / num_owned
         variance, squared = solve_noise(small, norms[first], large, norms[last])
         squared += variance * share / large
         variance *= sent / large
-        return [
-            NoiseSums(
-                weight=math.fsum(sent),
-                measured_weight=math.fsum(sent),
-                variance=math.fsum(sent * variance),
-                sum_variance=math.fsum(sent * variance * (1 - share)),
-                squared_gradient=math.fsum(sent * squared),
-            )
-        ]
+        parts = (sent, sent * variance, sent * variance * (1 - share), sent * squared)
+        if self.are_summed:
+            return [_noise_of(*map(math.fsum, parts))]
+        # One part each: the sum of all does not depend on which devices are in a batch.
+        return list(map(_noise_of, *(part.tolist() for part in parts)))
 
     @property
     def norms_per_weight(self) -> Sequence[float] | None:
@@ -144,39 +119,25 @@ class CohortReports(ReportBatch):
     @property
     def is_not_finite(self) -> NDArray[np.bool_]:
         """Whether each device's loss or a metric is not finite, or its weight is below 1."""
-        is_finite: NDArray[np.bool_] = np.isfinite(self.loss) & (self.weight >= 1)
+        is_finite: NDArray[np.bool_] = np.isfinite(self.sums.loss) & (self.weight >= 1)
         if self.update_norms is not None:
             is_finite &= np.isfinite(self.update_norms)
-        for values in self.metrics.values():
+        for values in self.sums.metrics.values():
             is_finite &= np.isfinite(values)
         return ~is_finite
-
-    @cached_property
-    def _of_steps(self) -> tuple[Floats, Floats]:
-        """Return weight and loss of each step."""
-        planned, weight, loss = self.planned, self.sums.weight, self.sums.loss
-        if not self.is_ordered:
-            order = np.arange(len(weight))
-            whole = np.flatnonzero(planned.is_whole)
-            counts, starts = planned.num_examples[whole], self.starts[whole]
-            order[ranges(starts, counts)] = np.repeat(starts, counts) + planned.positions(whole)
-            weight, loss = weight[order], loss[order]
-        cuts = np.cumsum(planned.sizes) - planned.sizes
-        return np.add.reduceat(weight, cuts), np.add.reduceat(loss, cuts)
 
     def steps(self, at: int) -> tuple[Step, ...]:
         """Return the steps of one device."""
         planned, own = self.planned, self.planned.steps_of(at)
-        weights, losses = self._of_steps
-        num_steps = own.stop - own.start
-        norms: list[float | None] = [None] * num_steps
+        weights, losses = (column[own] for column in self.sums.of_steps)
+        norms: list[float | None] = [None] * len(weights)
         if self.norms is not None:  # as a real device measures them
             for start, end in pairwise(planned.local_step_bounds(at)):
-                first = start + int(np.argmax(weights[own][start:end] > 0))
-                for step in (first, end - 1):
+                first = start + int(np.argmax(weights[start:end] > 0))
+                for step in (*range(start, first + 1), end - 1):
                     norm = float(self.norms[own][step])
                     norms[step] = None if math.isnan(norm) else norm
-        columns = (planned.sizes, weights, losses, planned.step_seconds, planned.peak_bytes)
+        columns = (planned.sizes, planned.step_seconds, planned.peak_bytes)
         return tuple(
             Step(
                 num_examples=size,
@@ -186,9 +147,43 @@ class CohortReports(ReportBatch):
                 seconds=seconds,
                 peak_bytes=peak,
             )
-            for size, weight, loss, seconds, peak, norm in zip(
-                *(column[own].tolist() for column in columns), norms, strict=True
+            for size, seconds, peak, weight, loss, norm in zip(
+                *(column[own].tolist() for column in columns),
+                *(weights.tolist(), losses.tolist(), norms),
+                strict=True,
             )
+        )
+
+    def some(self, at: Ints) -> CohortReports:
+        """Return the reports of these devices, which were computed one after another."""
+        assert isinstance(self.sums, StepSums)
+        steps = self.planned.rows_of_steps(at)
+        norms = None if self.norms is None else self.norms[steps]
+        return replace(
+            self, planned=self.planned.some(at), sums=self.sums.some(at, steps), norms=norms
+        )
+
+    def without_clients(self) -> CohortReports:
+        """Return the reports without their devices, to be sent to another process."""
+        return replace(self, planned=replace(self.planned, clients=()))
+
+    def of_clients(self, clients: Sequence[ClientPlan]) -> CohortReports:
+        """Return the reports with their devices again."""
+        return replace(self, planned=replace(self.planned, clients=clients))
+
+    @staticmethod
+    def joined(parts: Sequence[CohortReports]) -> CohortReports:
+        """Return the reports of several blocks, computed one after another, as one.
+
+        All have the same metrics.
+        """
+        sums = [part.sums for part in parts]
+        norms = [part.norms for part in parts]
+        return replace(
+            parts[0],
+            planned=RoundColumns.joined([part.planned for part in parts]),
+            sums=StepSums.joined([one for one in sums if isinstance(one, StepSums)]),
+            norms=np.concatenate([one for one in norms if one is not None]),
         )
 
     def __len__(self) -> int:
@@ -285,6 +280,10 @@ class ReportView:
         return 1  # a simulated device has its link
 
     @property
+    def clip_bit(self) -> None:
+        return None
+
+    @property
     def reason(self) -> StopReason:
         return self._of.planned.reasons[self._at]
 
@@ -295,3 +294,15 @@ class ReportView:
     @property
     def is_checkpointed(self) -> bool:
         return False
+
+
+def _noise_of(
+    sent: float, variance: float, sum_variance: float, squared_gradient: float
+) -> NoiseSums:
+    return NoiseSums(
+        weight=sent,
+        measured_weight=sent,
+        variance=variance,
+        sum_variance=sum_variance,
+        squared_gradient=squared_gradient,
+    )

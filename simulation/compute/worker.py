@@ -38,7 +38,9 @@ from headwater.common.system.heap import (
     rare_collections,
 )
 from headwater.common.system.portability import PipeEnd
+from headwater.server.fleet import UpdateSeries
 from headwater.simulation.compute.one_by_one import OneByOne
+from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.position_columns import Ints, StateColumns
 
@@ -65,6 +67,7 @@ class TrainOrder:
     clients: list[ClientPlan]
     slots: list[int]
     run_id: int
+    timeout_seconds: float | None
     states: StateColumns
     checkpointed: list[str]
     """Those of the devices that recompute activations."""
@@ -81,11 +84,16 @@ PlainReport = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """A computed piece: of each device its report, or the name and message of an error."""
+    """A computed piece: of each device its report, or the name and message of an error.
+
+    The reports of foreseen devices are in ``blocks``, without the devices; ``replies`` has None for
+    each of them, in the order of the blocks.
+    """
 
     states: StateColumns
     checkpointed: list[str]
-    replies: list[PlainReport | tuple[str, str]]
+    blocks: list[CohortReports]
+    replies: list[PlainReport | tuple[str, str] | None]
 
 
 STEP_FIELDS = tuple(one.name for one in fields(Step))
@@ -216,9 +224,23 @@ def _carried_out(
     devices.positions.store(parts, order.states)
     for name in order.checkpointed:
         checkpointed.add(name)
-    replies: list[PlainReport | tuple[str, str]] = []
-    computed = one_by_one.replies(order.clients, shared.image, run_id=order.run_id)
-    for slot, reply in zip(order.slots, computed, strict=True):
+    replies: list[PlainReport | tuple[str, str] | None] = []
+    blocks: list[CohortReports] = []
+    slots = iter(order.slots)
+    for reply in one_by_one.replies(
+        order.clients,
+        shared.image,
+        run_id=order.run_id,
+        timeout_seconds=order.timeout_seconds,
+    ):
+        if isinstance(reply, UpdateSeries):
+            assert isinstance(reply.reports, CohortReports)
+            for values_P, slot in zip(reply.vectors, slots, strict=False):
+                shared.slots[slot].copy_(values_P)
+                replies.append(None)
+            blocks.append(reply.reports.without_clients())
+            continue
+        slot = next(slots)
         if isinstance(reply, Update):
             shared.slots[slot].copy_(reply.values_P)
             replies.append(plain_report(reply.report))
@@ -227,6 +249,7 @@ def _carried_out(
     return TrainResult(
         states=devices.positions.states(parts),
         checkpointed=[client.name for client in order.clients if client.name in checkpointed],
+        blocks=blocks,
         replies=replies,
     )
 

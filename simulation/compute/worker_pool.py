@@ -27,18 +27,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from operator import itemgetter
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import WorkerDied, error_of
 from headwater.common.messages import Update
 from headwater.common.settings.schema import Settings
 from headwater.common.system.portability import PipeEnd, num_usable_cores
-from headwater.server.fleet import Dropout
+from headwater.server.fleet import Dropout, UpdateSeries
+from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.worker import (
     SharedVectors,
     TrainOrder,
@@ -89,6 +93,27 @@ class SpawnedProcess:
 
 # A device of a round with its number in it, from 0.
 _Numbered = tuple[int, ClientPlan]
+
+
+class _Foreseen(NamedTuple):
+    """The report of a device whose work was foreseen: a row of a block's reports."""
+
+    reports: CohortReports
+    row: int
+
+    def is_like(self, other: _Foreseen) -> bool:
+        """Whether the reports have the same metrics, and can be joined."""
+        return self.reports is other.reports or (
+            self.reports.sums.metrics.keys() == other.reports.sums.metrics.keys()
+        )
+
+
+def _reports_of(run: Sequence[_Foreseen]) -> CohortReports:
+    """Return the reports of several devices as one batch, in their order."""
+    blocks = list({id(one.reports): one.reports for one in run}.values())
+    starts = dict(zip(map(id, blocks), accumulate(map(len, blocks[:-1]), initial=0), strict=True))
+    joined = CohortReports.joined(blocks) if len(blocks) > 1 else blocks[0]
+    return joined.some(np.array([starts[id(one.reports)] + one.row for one in run]))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,8 +199,8 @@ class WorkerPool:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | Dropout]:
-        """Yield each device's reply in turn; its vector is valid until the next is requested.
+    ) -> Iterator[Update | UpdateSeries | Dropout]:
+        """Yield the devices' replies in turn; the vectors are valid until the next is requested.
 
         Raises:
             WorkerDied: a process ended.
@@ -184,15 +209,31 @@ class WorkerPool:
             self._receive()  # results of a round that was aborted
         self._shared.image[:] = image.buffer()
         pieces = RoundPieces(clients, len(self._workers))
-        replies: dict[int, Update | Dropout] = {}
-        for at in range(len(clients)):
+        replies: dict[int, Update | _Foreseen | Dropout] = {}
+        at = 0
+        while at < len(clients):
             while at not in replies:
-                self._hand_out(pieces, at, run_id)
+                self._hand_out(pieces, at, run_id, timeout_seconds)
                 for piece, result in self._receive():
                     replies |= self._replies(piece, result)
-            yield replies.pop(at)
+            reply = replies.pop(at)
+            if not isinstance(reply, _Foreseen):
+                yield reply
+                at += 1
+                continue
+            run = [reply]
+            while isinstance(following := replies.get(at + len(run)), _Foreseen):
+                if not reply.is_like(following):
+                    break
+                del replies[at + len(run)]
+                run.append(following)
+            slots = [self._shared.slots[(at + n) % self._num_slots] for n in range(len(run))]
+            yield UpdateSeries(vectors=slots, reports=_reports_of(run))
+            at += len(run)
 
-    def _hand_out(self, pieces: RoundPieces, current: int, run_id: int) -> None:
+    def _hand_out(
+        self, pieces: RoundPieces, current: int, run_id: int, timeout_seconds: float | None
+    ) -> None:
         """Give the workers orders, as long as the devices' slots are free.
 
         The slots of the devices before number ``current`` are free.
@@ -204,15 +245,22 @@ class WorkerPool:
                     piece = pieces.take(worker.number, end=end, most=most)
                     if not piece:
                         return
-                    self._order(worker, piece, run_id)
+                    self._order(worker, piece, run_id, timeout_seconds)
 
-    def _order(self, worker: _Worker, piece: list[_Numbered], run_id: int) -> None:
+    def _order(
+        self,
+        worker: _Worker,
+        piece: list[_Numbered],
+        run_id: int,
+        timeout_seconds: float | None,
+    ) -> None:
         worker.orders.append(piece)
         clients, checkpointed = [one for _, one in piece], self._devices.trainer.checkpointed
         order = TrainOrder(
             clients=clients,
             slots=[at % self._num_slots for at, _ in piece],
             run_id=run_id,
+            timeout_seconds=timeout_seconds,
             states=self._devices.positions.states(parts_of(clients)),
             checkpointed=[client.name for client in clients if client.name in checkpointed],
         )
@@ -234,13 +282,24 @@ class WorkerPool:
             results.append((worker.orders.pop(0), result))
         return results
 
-    def _replies(self, piece: list[_Numbered], result: TrainResult) -> dict[int, Update | Dropout]:
+    def _replies(
+        self, piece: list[_Numbered], result: TrainResult
+    ) -> dict[int, Update | _Foreseen | Dropout]:
         """Store the new positions of a piece's devices; return their replies by their numbers."""
         self._devices.positions.store(parts_of([one for _, one in piece]), result.states)
         for name in result.checkpointed:
             self._devices.trainer.checkpointed.add(name)
-        replies: dict[int, Update | Dropout] = {}
+        replies: dict[int, Update | _Foreseen | Dropout] = {}
+        foreseen = [one for one, reply in zip(piece, result.replies, strict=True) if reply is None]
+        start = 0
+        for block in result.blocks:
+            some = foreseen[start : start + len(block)]
+            start += len(block)
+            reports = block.of_clients([client for _, client in some])
+            replies |= {at: _Foreseen(reports, row) for row, (at, _) in enumerate(some)}
         for (at, client), plain in zip(piece, result.replies, strict=True):
+            if plain is None:
+                continue
             if isinstance(plain, tuple):
                 replies[at] = Dropout(name=client.name, error=error_of(*plain))
             else:

@@ -21,13 +21,12 @@ from headwater.common.messages import (
     DescribeRequest,
     EvaluateReport,
     Plan,
-    ReadyReport,
     Update,
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
-from headwater.server.fleet import Dropout, Reply, Traffic, UpdateBatch
+from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.transport.device_records import Stage, Stages
 from headwater.simulation.compute.modes import compute_of
@@ -125,7 +124,7 @@ class LocalFleet:
         *,
         num_needed: int = 0,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | ReadyReport | Dropout]:
+    ) -> Iterator[Answer]:
         self._roster.log_refusals()  # of devices that the plans needed
         called = [self._called(name, plan) for name, plan in plans.items()]
         if self._compute is None:

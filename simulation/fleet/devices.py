@@ -24,7 +24,7 @@ from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Updat
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
-from headwater.server.fleet import Dropout, UpdateBatch
+from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
 from headwater.simulation.fleet.faults import LiarFault, absent_seconds, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
@@ -72,7 +72,7 @@ class Compute(Protocol):
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateBatch | Dropout]:
+    ) -> Iterator[Update | UpdateSeries | UpdateBatch | Dropout]:
         """Yield the devices' replies; a vector is valid until the next reply is requested."""
         ...
 
@@ -192,6 +192,18 @@ class Devices:
     def has_slow_links(self) -> bool:
         """Whether a fault slows down some links in some rounds."""
         return bool(self.fleet.faults.slow_link)
+
+    @functools.cached_property
+    def changes_updates(self) -> bool:
+        """Whether devices cut their micro-batches by length, keep parameters, or answer late."""
+        settings, task = self.settings, self.trainer.task
+        return (
+            settings.asynchronous.is_on
+            or settings.model.local_parameters is not None
+            or bool(self.fleet.faults.absence)
+            or hasattr(task, "lengths")
+            or hasattr(task, "collate")
+        )
 
     @functools.cached_property
     def has_liars(self) -> bool:

@@ -64,7 +64,7 @@ class RoundColumns:
         object.__setattr__(self, "_step_starts", starts)
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return len(self.num_examples)
 
     @property
     def is_whole(self) -> Bools:
@@ -103,14 +103,20 @@ class RoundColumns:
         own = self.local_step[self.steps_of(at)]
         return [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
 
+    def rows_of_steps(self, at: Ints) -> Ints:
+        """Return where these devices' steps are in the columns of steps, one after another."""
+        return ranges(self._step_starts[at], self.num_steps[at])
+
     def positions(self, at: Ints) -> Ints:
         """Return the examples that these devices use, in order, one device after another."""
+        if not len(at):
+            return NO_INTS
         places, num_examples = self.places.some(at), self.num_examples[at]
         return window_positions(self._samplers.some(at), places, num_examples)
 
     def some(self, at: Ints) -> RoundColumns:
         """Return the columns of these devices."""
-        steps = ranges(self._step_starts[at], self.num_steps[at])
+        steps = self.rows_of_steps(at)
         columns: dict[str, Any] = {name: getattr(self, name)[at] for name in _OF_DEVICES}
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
         rows = at.tolist()

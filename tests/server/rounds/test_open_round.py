@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateReport
-from headwater.common.model.layout import ModelLayout
+from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import ReportBatch, UpdateBatch
+from headwater.server.fleet import ReportBatch, UpdateBatch, UpdateSeries
 from headwater.server.rounds.open_round import OpenRound
 
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
@@ -187,3 +187,20 @@ def test_a_second_update_of_a_client_is_refused_and_the_first_one_stays() -> Non
     opened = taken([("a", 4)], [("a", 2), ("b", 2)])
     assert set(opened.accepted) == {"a"}
     assert set(opened.refused) == {"a (again)", "b"}
+
+
+def test_a_series_is_added_without_the_updates_that_are_not_finite() -> None:
+    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
+    layout = layout_of(torch.nn.Linear(1, 1))
+    total = CohortSum(layout)
+    total.open(num_clients=3, planned_weight=12)
+    opened = OpenRound(
+        plans=dict.fromkeys("abc", plan), total=total, max_weight_per_example=1, owned={}
+    )
+    vectors = [torch.ones(2), torch.tensor([1.0, torch.nan]), 2 * torch.ones(2)]
+    reports = Reports(*(report_of(name, 4) for name in "abc"))
+    opened.take(UpdateSeries(vectors=vectors, reports=reports))
+    assert list(opened.accepted) == ["a", "c"]
+    assert opened.refused["b"].code == "NonFiniteUpdate"
+    assert opened.weight == total.weight == 8
+    assert total.close().tolist() == [3 / 8, 3 / 8]

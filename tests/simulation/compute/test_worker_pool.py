@@ -20,11 +20,10 @@ from torch.utils.data import TensorDataset
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import EmptyUpdate, SettingsError, WorkerDied
-from headwater.common.messages import Plan, Update
+from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.server.fleet import Dropout
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
@@ -33,6 +32,7 @@ from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
 from tests.processes import WAIT_SECONDS
+from tests.simulation.compute.series import assert_same, singles
 
 pytestmark = pytest.mark.slow
 NUM_DEVICES = 6
@@ -152,23 +152,10 @@ def test_replies_come_in_order_with_the_vectors_of_one_process(pool: WorkerPool)
     for round_number in (1, 2):
         image = build_model(Uneven(), seed=round_number)
         clients = clients_of(round_number)
-        expected = [
-            (answer.values_P.clone(), answer.report) if isinstance(answer, Update) else answer
-            for answer in one_by_one.train(clients, image, run_id=1, timeout_seconds=None)
-        ]
-        for one, answer in zip(
-            expected, pool.train(clients, image, run_id=1, timeout_seconds=None), strict=True
-        ):
-            if isinstance(answer, Update):
-                assert isinstance(one, tuple)
-                assert torch.equal(answer.values_P, one[0])
-                assert answer.report == one[1]
-            else:
-                assert isinstance(one, Dropout)
-                assert (answer.name, type(answer.error)) == (one.name, type(one.error))
-                assert answer.error.message == one.error.message
+        expected = list(singles(one_by_one.train(clients, image, run_id=1, timeout_seconds=None)))
+        found = list(singles(pool.train(clients, image, run_id=1, timeout_seconds=None)))
+        assert_same(found, expected)
         not_finite = expected[NOT_FINITE]
-        assert isinstance(not_finite, Dropout)
         assert isinstance(not_finite.error, EmptyUpdate)
 
 
@@ -177,10 +164,8 @@ def test_an_aborted_round_leaves_nothing_for_the_next(pool: WorkerPool) -> None:
     aborted = pool.train(clients_of(3), image, run_id=1, timeout_seconds=None)
     next(aborted)
     aborted.close()  # type: ignore[attr-defined]
-    names = [
-        answer.report.name if isinstance(answer, Update) else answer.name
-        for answer in pool.train(clients_of(4), image, run_id=1, timeout_seconds=None)
-    ]
+    answers = pool.train(clients_of(4), image, run_id=1, timeout_seconds=None)
+    names = [one.name for one in singles(answers)]
     assert names == [str(part) for part in range(NUM_DEVICES)]
 
 
@@ -199,12 +184,10 @@ def test_an_order_and_a_result_that_exceed_the_pipe_do_not_wait_for_each_other()
     pool = WorkerPool(devices, 1)
     image = build_model(ManySteps(), seed=1)
     try:
-        answers = list(pool.train(clients, image, run_id=1, timeout_seconds=None))
+        answers = list(singles(pool.train(clients, image, run_id=1, timeout_seconds=None)))
     finally:
         pool.close()
-    assert [len(answer.report.steps) for answer in answers if isinstance(answer, Update)] == [
-        4000
-    ] * 3
+    assert [len(one.report["steps"]) for one in answers if one.report] == [4000] * 3
 
 
 def test_a_killed_worker_ends_the_run_and_the_error_names_worker_and_device(
