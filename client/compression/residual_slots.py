@@ -28,7 +28,7 @@ class ResidualFiles:
         is_durable: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``is_durable`` forces each write to the disk."""
+        """``is_durable`` forces each write to the disk, and removes old files of other runs."""
         self.where = str(folder / f"{name}-{run_id}.residual")
         self._folder, self._name, self._run_id = folder, name, run_id
         self._is_durable = is_durable
@@ -51,7 +51,9 @@ class ResidualFiles:
     def write(self, slot: int, head: bytes, values: memoryview) -> None:
         path = self.path(slot)
         make_private_folder(path.parent)
-        self._remove_stale()
+        # Once in a run, and not by simulated devices, thousands of which share a run's folder.
+        if self._is_durable and not path.exists():
+            self._remove_stale()
         writer = atomic_writer(path, mode=OWNER_ONLY, is_durable=self._is_durable)
         with writer as part, part.open("wb") as file:
             file.write(head)

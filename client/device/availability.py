@@ -11,6 +11,7 @@ exact weight (``lead_seconds``). It begins no round if the day's remaining bytes
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,8 +22,12 @@ from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.weekly_hours import instant_of, wall_of, weekly
 
+log = logging.getLogger(__name__)
+
 # A round's bytes besides model and vector: plans, reports, keys and shares of a session.
 ROUND_SLACK_BYTES = 64 << 10
+MOST_COMPRESSED = 8
+"""The first model takes at least about 9 of 32 bits, and a device may hold it from earlier."""
 
 # For the current micro-batch and the phases of a secure session.
 LEAD_SECONDS = 60.0
@@ -100,29 +105,60 @@ class Availability:
     ) -> None:
         """Take the settings, and the bytes that a round moves: a model down and a vector up.
 
+        A run may send less of both (``expect_model``, ``expect_update``), which the device learns
+        from its plan. If the bytes per day suffice for compressed rounds alone, it begins with the
+        least that such a round may take.
+
         Raises:
-            SettingsError: the bytes per day do not suffice for one round.
+            SettingsError: the bytes per day do not suffice for one round of any run.
             StateError: the file of the day's bytes cannot be read.
         """
-        self.update_bytes = vector_bytes + ROUND_SLACK_BYTES
-        self.round_bytes = image_bytes + self.update_bytes
         self._chosen = chosen
-        self._vector_bytes = vector_bytes
+        self._model_bytes, self._vector_bytes = image_bytes, vector_bytes
+        self.whole_round_bytes = self.round_bytes
+        """The bytes of a round without compression."""
         self._now = now
         self._zone = zone
         self._quota: ByteQuota | None = None
         if chosen.bytes_per_day is not None:
-            if chosen.bytes_per_day < self.round_bytes:
+            least = image_bytes // MOST_COMPRESSED + ROUND_SLACK_BYTES
+            if chosen.bytes_per_day < least:
                 raise SettingsError(
                     f"client.bytes_per_day is {chosen.bytes_per_day:,}, and one round of this "
-                    f"model takes up to {self.round_bytes:,}",
+                    f"model takes at least {least:,}, however a run compresses it",
                     remedy="allow more, or train a smaller model",
                 )
+            if chosen.bytes_per_day < self.whole_round_bytes:
+                log.warning(
+                    "client.bytes_per_day is %s, and one round of this model takes up to %s: "
+                    "this device takes part only in runs that compress it (docs/bytes.md)",
+                    f"{chosen.bytes_per_day:,}",
+                    f"{self.whole_round_bytes:,}",
+                )
+                self._model_bytes, self._vector_bytes = image_bytes // MOST_COMPRESSED, 0
             path = chosen.state_folder / f"{name}.bytes.json"
             self._quota = ByteQuota(path, bytes_per_day=chosen.bytes_per_day)
         self._away: AwayPeriod | None = None
         self._change: dt.datetime | None = None
         self._computed_at = self._valid_until = now()  # nothing is computed yet
+
+    @property
+    def update_bytes(self) -> int:
+        """The bytes of an update, with all that a round needs besides vectors."""
+        return self._vector_bytes + ROUND_SLACK_BYTES
+
+    @property
+    def round_bytes(self) -> int:
+        """The bytes of a round: of the model as it was sent last, and of an update."""
+        return self._model_bytes + self.update_bytes
+
+    def expect_model(self, num_bytes: int) -> None:
+        """Take the bytes of the model that the server announces: all of it, or a difference."""
+        self._model_bytes = num_bytes
+
+    def expect_update(self, vector_bytes: int) -> None:
+        """Take the bytes of an update as the run's plan has it encoded."""
+        self._vector_bytes = vector_bytes
 
     @property
     def is_set(self) -> bool:
@@ -163,8 +199,8 @@ class Availability:
         MB in 540 s, 222 kB/s. Training takes additional time.
         """
         left = self.longest_stay_seconds() - LEAD_SECONDS
-        down_bytes = self.round_bytes - self.update_bytes
-        return (down_bytes + UPLOAD_FACTOR * self.update_bytes) / left if left > 0 else math.inf
+        needed = self._model_bytes + UPLOAD_FACTOR * self.update_bytes
+        return needed / left if left > 0 else math.inf
 
     def by_hours(self, *, lead: float = 0.0) -> AwayPeriod | None:
         """Return how the hours keep the device away now, or within ``lead`` seconds.
@@ -191,9 +227,10 @@ class Availability:
             return None
         midnight = dt.datetime.combine(today + dt.timedelta(days=1), dt.time())
         until = max(instant_of(midnight, self._zone), now + ONE_SECOND)
+        hint = "" if needed <= quota.bytes_per_day else "; no day's bytes suffice: allow more"
         error = BytesUsedUp(
             f"{quota.used(today):,} of today's {quota.bytes_per_day:,} bytes are used, and "
-            f"{needed:,} more are needed: away until {clock_text(until, self._zone)}"
+            f"{needed:,} more are needed: away until {clock_text(until, self._zone)}{hint}"
         )
         return AwayPeriod(error=error, since=now, until=until)
 

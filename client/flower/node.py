@@ -26,6 +26,7 @@ from headwater.client.operations.installed_tasks import installed_tasks, own_tas
 from headwater.client.secagg.pending import pending_in
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
+from headwater.common.compression_terms import num_masked, update_bytes
 from headwater.common.errors import (
     CorruptUpdate,
     HeadwaterError,
@@ -37,7 +38,7 @@ from headwater.common.errors import (
 )
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
-from headwater.common.messages import ReadyReport, UpdateReport
+from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.settings.schema import Settings
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,20 @@ class Node:
             head_json=records.head_json(reply.content),
             vector=records.vector(reply.content) or b"",
         )
+
+    def update_bytes(self, plan_json: str) -> int:
+        """Return the bytes of a plan's vector as the plan has it encoded; float32 if it is none.
+
+        A masked vector may be a half or a quarter of that, by the session's ring.
+        """
+        num_values = self.trainer.image.layout.num_parameters
+        try:
+            plan = records.parse(plan_json, Plan)
+        except HeadwaterError:  # the plan itself is refused when it is carried out
+            return 4 * num_values
+        if plan.is_masked:
+            return 4 * num_masked(plan.compression, num_values)
+        return update_bytes(plan.compression, num_values)
 
     def may_go_on(self, plan_json: str, answer: NodeAnswer) -> bool:
         """Whether the device may add a window of a plan to its answer while it has no link."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.client.training.spool_content import check_room
 from headwater.common.model.parameters import ModelImage
 
 
@@ -54,9 +55,12 @@ class StepContent:
             ],
         }
 
-    def room(self, plain: Mapping[str, Any]) -> Tensor:
+    def room(self, plain: Mapping[str, Any], num_values: int) -> Tensor:
         shapes = [shape for _, _, shape in plain["state"] if isinstance(shape, list)]
-        return torch.empty(self._num_own + sum(map(math.prod, shapes)))
+        if any(type(length) is not int or length < 0 for shape in shapes for length in shape):
+            raise ValueError("a shape is no list of whole numbers of 0 or more")
+        check_room(self._num_own + sum(map(math.prod, shapes)), num_values)
+        return torch.empty(num_values)
 
     def take(self, plain: Mapping[str, Any], read: Tensor) -> None:
         """See ``SpoolContent``; the optimizer's state stays in the memory that was read."""

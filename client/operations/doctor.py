@@ -229,8 +229,8 @@ def check_rate(availability: Availability) -> Iterator[Finding]:
     elif least > USUAL_BYTES_PER_SECOND:
         yield note(
             "hours",
-            f"{longest}: a round of {decimal(availability.round_bytes)} fits only if the link "
-            f"carries {decimal(int(least))} a second",
+            f"{longest}: a round of {decimal(availability.whole_round_bytes)} fits only if the "
+            f"link carries {decimal(int(least))} a second",
             LONGER_HOURS,
         )
 
@@ -242,7 +242,7 @@ def check_bytes_today(availability: Availability, client: ClientSettings) -> Ite
     """Yield how many of today's bytes are used, and whether a round still fits."""
     if client.bytes_per_day is None:
         return
-    round_bytes = decimal(availability.round_bytes)
+    round_bytes = decimal(availability.whole_round_bytes)
     away = availability.by_bytes(availability.round_bytes)
     if away is not None:
         yield note("bytes", str(away.error), "wait, or raise client.bytes_per_day")

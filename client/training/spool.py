@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -178,9 +179,12 @@ class SpooledWindow:
         state = json.loads(text)
         self._check_belongs(state["belongs"])
         plain = state.get("content", {})
-        read = self._content.room(plain)
+        num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+        if num_bytes % 4:
+            raise _Unusable("it is damaged: it is too short, or too long")
+        read = self._content.room(plain, num_bytes // 4)
         vector = bytes_of(read)
-        if file.readinto(vector) != len(vector) or file.read(1):
+        if file.readinto(vector) != len(vector):
             raise _Unusable("it is damaged: it is too short, or too long")
         if digest_of(text, [read]) != digest:
             raise _Unusable("it is damaged: its digest does not match")

@@ -23,8 +23,12 @@ class SpoolContent(Protocol):
     def plain(self) -> dict[str, Any]:
         """Return the plain data to write."""
 
-    def room(self, plain: Mapping[str, Any]) -> Tensor:
-        """Return the memory [N] that the tensors of a file with this plain data are read into."""
+    def room(self, plain: Mapping[str, Any], num_values: int) -> Tensor:
+        """Return the memory [N] that the tensors of a file with this plain data are read into.
+
+        Raises:
+            ValueError: the file has another number of values than that.
+        """
 
     def take(self, plain: Mapping[str, Any], read: Tensor) -> None:
         """Continue from what was read; the file's digest was right."""
@@ -42,11 +46,22 @@ class SummedVector:
     def plain(self) -> dict[str, Any]:
         return {}
 
-    def room(self, plain: Mapping[str, Any]) -> Tensor:
+    def room(self, plain: Mapping[str, Any], num_values: int) -> Tensor:
+        check_room(self._memory.numel(), num_values)
         return self._memory
 
     def take(self, plain: Mapping[str, Any], read: Tensor) -> None:
         """Do nothing: the vector was read into its place."""
+
+
+def check_room(expected: int, num_values: int) -> None:
+    """Check the number of values in a file before memory is taken for them.
+
+    Raises:
+        ValueError: it is not the expected one.
+    """
+    if expected != num_values:
+        raise ValueError(f"it has {num_values:,} values, expected {expected:,}")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -60,13 +60,21 @@ class LeavePolicy:
 
     def reason_to_decline(self, frame: ServerFrame) -> AwayPeriod | None:
         """Return why the transfer or round that a frame begins would exceed the day's bytes."""
+        available = self._availability
         match frame.WhichOneof("kind"):
+            case "image" if frame.image.is_frozen:
+                return available.by_bytes(frame.image.num_bytes + available.update_bytes)
             case "image":
-                return self._availability.by_bytes(self._availability.round_bytes)
-            case "instruction" if frame.small_image:
-                return self._availability.by_bytes(self._availability.round_bytes)
-            case "instruction" if frame.instruction.message_type == "train":
-                return self._availability.by_bytes(self._availability.update_bytes)
+                available.expect_model(frame.image.num_bytes)
+                return available.by_bytes(available.round_bytes)
+            case "instruction":
+                is_plan = frame.instruction.message_type == "train"
+                if is_plan:
+                    available.expect_update(self._node.update_bytes(frame.instruction.head_json))
+                if frame.small_image:
+                    available.expect_model(len(frame.small_image))
+                    return available.by_bytes(available.round_bytes)
+                return available.by_bytes(available.update_bytes) if is_plan else None
             case _:
                 return None
 

@@ -20,6 +20,7 @@ KEYS = {
     "client_memory": "rss_ratio",
     "clipped_examples": "mlp",
     "device_cost": "digits",
+    "error_feedback": "iid",
     "exactness": "at_start",
     "fairness": "share_of_examples",
     "federated_text": "masked",

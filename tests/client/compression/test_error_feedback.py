@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,28 @@ def test_another_run_begins_without_a_residual_and_removes_old_files(tmp_path: P
     assert late.read(0) is None
     late.write(0, b"", memoryview(b"1234"))
     assert [path.name for path in tmp_path.iterdir()] == ["pi-8.residual-0"]
+
+
+class CountingPath(type(Path())):  # type: ignore[misc]
+    """A folder that counts how often it is listed."""
+
+    num_listed = 0
+
+    def iterdir(self) -> Iterator[Path]:
+        CountingPath.num_listed += 1
+        yield from super().iterdir()
+
+
+@pytest.mark.parametrize(("is_durable", "most"), [(True, 2), (False, 0)])
+def test_a_folder_is_listed_when_a_run_begins_and_not_at_each_write(
+    tmp_path: Path, is_durable: bool, most: int
+) -> None:
+    """Simulated devices share a run's folder, which holds two files of each."""
+    CountingPath.num_listed = 0
+    slots = ResidualFiles(CountingPath(tmp_path), name="pi", run_id=7, is_durable=is_durable)
+    for number in range(10):
+        slots.write(number % 2, b"", memoryview(b"1234"))
+    assert most // 2 <= CountingPath.num_listed <= most
 
 
 def test_a_device_that_was_away_for_weeks_loses_nothing_if_its_next_update_is_lost(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,38 @@ def test_steps_of_another_plan_are_not_continued(tmp_path: Path) -> None:
     other = chosen("momentum")
     again = device()
     assert_same(done(again, other, spool(tmp_path)), done(device(), other))
+    assert len(micro_batches_of(again)) == 12
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda shape: [-9],
+        lambda shape: [2**40],
+        lambda shape: [True, *shape],
+        lambda shape: [0.5],
+        lambda shape: ["9"],
+        lambda shape: [*shape, 2],
+    ],
+)
+def test_a_file_with_other_shapes_than_its_values_takes_no_memory_and_is_deleted(
+    damage: Callable[[list[int]], list[Any]], tmp_path: Path
+) -> None:
+    """The digest is checked when the values are read, and that needs room for them."""
+    wanted = chosen("adamw")
+    cut_off(tmp_path, wanted, at=8)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    state = json.loads(header["__metadata__"]["state"])
+    entry = next(one for one in state["content"]["state"] if one[2])
+    entry[2] = damage(entry[2])
+    header["__metadata__"]["state"] = json.dumps(state)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    again = device()
+    assert_same(done(again, wanted, spool(tmp_path)), done(device(), wanted))
     assert len(micro_batches_of(again)) == 12
 
 

@@ -170,7 +170,7 @@ def told_of(chosen: ClientSettings, tmp_path: Path, *, num_parameters: int = 10)
 def test_too_few_bytes_a_day_for_one_round_are_a_fault(tmp_path: Path) -> None:
     (found,) = told_of(ClientSettings(bytes_per_day=1000), tmp_path)
     assert (found.topic, found.grade) == ("limits", "fault")
-    assert "one round of this model takes up to" in found.text
+    assert "one round of this model takes at least" in found.text
 
 
 def test_hours_too_short_to_send_an_update_are_a_fault(tmp_path: Path) -> None:
