@@ -32,7 +32,7 @@ from headwater.simulation.run import run_engine
 
 log = logging.getLogger(__name__)
 
-SEEDS = (0, 1, 2)
+SEEDS = (0,)
 NUM_CLIENTS, NUM_ROUNDS, RATE, BATCH_SIZE = 20, 30, 0.1, 16
 TARGET = 0.95
 EPOCHS = (1, 5)

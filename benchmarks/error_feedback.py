@@ -60,7 +60,7 @@ def main() -> None:
 
 def _line(line: dict[str, Any], *, seeds: tuple[int, ...], rounds: int, fleet: Path) -> Figures:
     """Return the figures of one way of dealing out the digits."""
-    ways = {FLOAT32: {}} | {
+    ways: dict[str, dict[str, Any]] = {FLOAT32: {}} | {
         f"{name}_{kind}_feedback": way | {"compression.feedback": kind == "with"}
         for name, way in WAYS.items()
         for kind in ("with", "without")

@@ -172,13 +172,19 @@ def test_a_resumed_masked_run_sends_what_was_left_out_before(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["int8", "top-k"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"compression__up": "int8", "cohort__size": 2, "rounds": 4},
+        {"compression__up": "top-k", "cohort__size": 2, "rounds": 4},
+        RANDOM | SEMI_HONEST | {"cohort__size": 3, "rounds": 4},
+    ],
+)
 def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
-    tmp_path: Path, method: str
+    tmp_path: Path, chosen: dict[str, Any]
 ) -> None:
-    """Two of four devices are in a round, so that some miss one and hold an older model."""
-    chosen: dict[str, Any] = {"compression__up": method, "compression__down": "int8"}
-    chosen |= {"cohort__size": 2, "rounds": 4}
+    """Some of four devices are in a round, so that others miss one and hold an older model."""
+    chosen = {**chosen, "compression__down": "int8"}
     simulate(tmp_path / "calls", **chosen)
     simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
     assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))
