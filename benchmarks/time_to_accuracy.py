@@ -31,6 +31,9 @@ seconds late, which is some twelve rounds. ``waiting`` are the planner's synchro
 a deadline, ``deadline`` those with one (a round with a late device lasts to the deadline), and
 ``asynchronous`` takes the first of sixty updates. In synchronous rounds a device that was late is
 back in the next round at once; in asynchronous ones it is away until it has answered.
+
+``--case buffers``: the asynchronous rounds of that fleet with several buffers, and with the default
+(``None``); also where absences are longer, or more frequent.
 """
 
 from __future__ import annotations
@@ -137,6 +140,14 @@ WITH_ABSENCES: dict[str, tuple[dict[str, object], ...]] = {
     ),
 }
 ABSENCE_SEEDS = tuple(range(5))
+BUFFERS = (None, 15, 30, 45)
+BUFFER_FAULTS = {
+    "one_in_a_hundred_for_3_s": ABSENCE,
+    "one_in_a_hundred_for_a_minute": ABSENCE.replace("seconds = 3", "seconds = 60"),
+    "five_in_a_hundred_for_3_s": ABSENCE.replace("chance = 0.01", "chance = 0.05"),
+}
+# Of a run with a buffer that waits for devices that are away.
+BUFFER_LIMIT_SECONDS = 12.0
 QUICK = {
     "digits": Case(
         task="examples/digits.py:Digits",
@@ -419,8 +430,40 @@ def with_absences(seeds: tuple[int, ...]) -> Figures:
     }
 
 
+def with_buffers(seeds: tuple[int, ...], buffers: tuple[int | None, ...]) -> Figures:
+    """Race asynchronous rounds with several buffers; null: not there after the limit."""
+    found: Figures = {"limit_seconds": BUFFER_LIMIT_SECONDS}
+    with TemporaryDirectory() as folder:
+        for name, text in BUFFER_FAULTS.items():
+            faults = Path(folder) / f"{name}.toml"  # a file is read once in a process
+            faults.write_text(text)
+            medians = {}
+            for buffer in buffers:
+                chosen: dict[str, object] = {
+                    "rounds": 10 * CASES["digits"].most_rounds,  # a small buffer takes many
+                    "plan.effective_batch_size": 120,
+                    "optimizer.learning_rate": 0.04,
+                    "asynchronous.buffer": buffer,
+                }
+                seconds = _seconds_with_absences(
+                    *(CASES["digits"], "asynchronous", chosen, faults, seeds),
+                    limit_seconds=BUFFER_LIMIT_SECONDS,
+                )
+                median = statistics.median(seconds)
+                medians[str(buffer)] = round(median, 2) if math.isfinite(median) else None
+                log.info("%s, buffer %s: %s s", name, buffer, seconds)
+            found[name] = medians
+    return found
+
+
 def _seconds_with_absences(
-    case: Case, way: str, chosen: dict[str, object], faults: Path, seeds: tuple[int, ...]
+    case: Case,
+    way: str,
+    chosen: dict[str, object],
+    faults: Path,
+    seeds: tuple[int, ...],
+    *,
+    limit_seconds: float = math.inf,
 ) -> list[float]:
     found = []
     for seed in seeds:
@@ -434,7 +477,7 @@ def _seconds_with_absences(
                 **chosen,
             },
         )
-        race = Race(case.accuracy, math.inf)
+        race = Race(case.accuracy, limit_seconds)
         take = race.take_with_absences(settings.cohort.deadline_seconds)
         with contextlib.suppress(_Ended):
             run_engine(settings, on_round=take, resume=False)
@@ -475,10 +518,15 @@ def deadlines_of(case: Case, size: int) -> Iterator[Deadline]:
 
 
 def main() -> None:
-    flags = arguments(__doc__, case=(*CASES, "absences"))
+    flags = arguments(__doc__, case=(*CASES, "absences", "buffers"))
     logging.getLogger("flwr").setLevel(logging.ERROR)
     if flags.case == "absences":
         found = with_absences(ABSENCE_SEEDS[:1] if flags.quick else ABSENCE_SEEDS)
+        report(found, as_json=flags.json, doc=__doc__)
+        return
+    if flags.case == "buffers":
+        few = (ABSENCE_SEEDS[:1], BUFFERS[:1])
+        found = with_buffers(*(few if flags.quick else (ABSENCE_SEEDS, BUFFERS)))
         report(found, as_json=flags.json, doc=__doc__)
         return
     cases = QUICK if flags.quick else CASES

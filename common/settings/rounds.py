@@ -130,7 +130,8 @@ class AsynchronousSettings(Branch):
     )
     buffer: Count | None = setting(
         None,
-        "updates per step of asynchronous rounds; not set: a quarter of the clients",
+        "updates per step of asynchronous rounds; not set: three quarters of the clients that have "
+        "not been at work for longer than the last step",
         "--buffer",
     )
     max_staleness: int = setting(

@@ -37,10 +37,14 @@ def rounds_of(settings: Settings, fleet: DispatchingFleet) -> RunRound | None:
     return BufferedRounds(fleet, settings) if settings.asynchronous.is_on else None
 
 
-def buffer_size(settings: Settings, num_clients: int) -> int:
-    """Return the updates of a step: as set, or a quarter of the clients, rounded up."""
+def buffer_size(settings: Settings, num_present: int) -> int:
+    """Return the updates of a step: as set, or three quarters of the present clients, rounded up.
+
+    Not present are clients that have been at work for longer than the last step, as they are away
+    or slow: a buffer that counts them might wait for them. benchmarks/RESULTS.md has the figures.
+    """
     chosen = settings.asynchronous.buffer
-    return max(-(-num_clients // 4), settings.num_clients_needed) if chosen is None else chosen
+    return max(-(-3 * num_present // 4), settings.num_clients_needed) if chosen is None else chosen
 
 
 class BufferedRounds:
@@ -128,7 +132,8 @@ class BufferedRounds:
         observer.begun(training.round + 1, clients.reports)
         num_clients = len(clients.reports.keys() | self._plans.keys())
         most = settings.cohort.size or num_clients
-        num_updates = buffer_size(settings, min(num_clients, most))
+        num_absent = sum(plan.model_version < training.round - 1 for plan in self._plans.values())
+        num_updates = buffer_size(settings, min(num_clients, most) - num_absent)
         planned = planner.plan(
             clients,
             round_number=training.round + 1,

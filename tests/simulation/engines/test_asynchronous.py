@@ -204,6 +204,16 @@ def test_quotas_of_a_buffer_sum_to_the_target(tmp_path: Path) -> None:
     assert 8 <= mean <= 32
 
 
+def test_the_default_buffer_is_three_quarters_of_the_clients_that_are_not_away(
+    tmp_path: Path,
+) -> None:
+    away = "[[absence]]\ndevices = [5]\nlast_round = 1\nseconds = 1000\n"
+    settings = settings_of(tmp_path / "run", away, **{"asynchronous.buffer": None, "rounds": 4})
+    rows = run(settings)
+    # Of six clients, and of five when one has been at work for more than a step.
+    assert [len(row["model_versions"]) for row in rows] == [5, 5, 4, 4]
+
+
 def test_the_files_of_a_run_show_the_model_of_each_update(tmp_path: Path) -> None:
     run(settings_of(tmp_path / "run", rounds=3, out=tmp_path / "run"))
     for number, row in enumerate(read_rows(tmp_path / "run")):
