@@ -100,6 +100,11 @@ def serve(
                 "serve() in Python shares its run with no standby",
                 remedy="leave shared_state out, or start the command headwater-server",
             )
+        if chosen.server.upstream is not None:
+            raise SettingsError(
+                "serve() in Python is no aggregator of a server above",
+                remedy="leave upstream out, or start the command headwater-server --upstream",
+            )
         listen, metrics = chosen.server.listen, chosen.server.metrics
         credentials = check_addresses(chosen, listen, metrics=metrics)
         recorder = RunRecorder()

@@ -50,6 +50,7 @@ def serve_runs(
                 resume=resume,
                 observer=observer,
                 shared=shared,
+                follows_queue=shared is None,  # a shared run has no queue
             )
         print_result(settings)
         out = take_next(settings.out, default_out=default_out(settings)) if end.goes_on else None

@@ -28,7 +28,7 @@ from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.standby.shared_run import SharedRun
-from headwater.server.succession.run_queue import has_queue
+from headwater.server.succession.run_queue import has_queue, refuse_queue
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 
@@ -61,12 +61,14 @@ def serve_run(
     command: str = SERVER,
     long_wait_advice: str = LONG_WAIT_ADVICE,
     shared: SharedRun | None = None,
+    follows_queue: bool = False,
 ) -> RunEnd:
     """Load the run, listen, run all rounds with the connected devices, then dismiss the devices.
 
     ``command`` is the one that continues the run if it is drained; ``long_wait_advice`` ends the
     warning about a round that waits long for a device. ``shared`` is the run's term if a standby
-    follows it.
+    follows it. ``follows_queue`` says that the caller serves the runs of the queue after this one;
+    a run in whose queue others wait is refused without it.
 
     After a KeyboardInterrupt or an error of settings or disk, the streams are closed without a
     goodbye: the devices keep trying to connect and continue when the server is back. A finished or
@@ -102,8 +104,13 @@ def serve_run(
         stack.callback(servicer.close)
         control = None
         if folder is not None:
+            if not follows_queue:
+                refuse_queue(folder)
             control = stack.enter_context(
-                _control(settings.rounds, folder, servicer, round_number, long_wait_advice)
+                _control(
+                    *(settings.rounds, folder, servicer, round_number, long_wait_advice),
+                    follows_queue=follows_queue,
+                )
             )
         # What is wrong comes before any client connects.
         loaded = load_run(settings, run_id=run_id, resume=resume)
@@ -127,7 +134,7 @@ def serve_run(
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
         is_drained = control is not None and control.is_draining
-        may_go_on = not is_drained and shared is None  # a shared run has no queue
+        may_go_on = not is_drained and follows_queue
         goes_on = may_go_on and folder is not None and has_queue(folder)
         farewell.is_due = not goes_on
         if control is not None and control.is_draining and settings.has_round_after(control.round):
@@ -171,6 +178,8 @@ def _control(
     servicer: Servicer,
     round_number: int,
     long_wait_advice: str,
+    *,
+    follows_queue: bool,
 ) -> Iterator[RunControl]:
     """Follow orders and write the history, until the devices have been dismissed."""
 
@@ -187,6 +196,7 @@ def _control(
         on_order=on_order,
         is_alive=servicer.is_alive,
         long_wait_advice=long_wait_advice,
+        follows_queue=follows_queue,
     )
     reason = "stopped"
     try:

@@ -66,6 +66,12 @@ def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
             f"the run in {last} has a standby server, and such a run has no queue",
             remedy="end it with drain, and start the next run with its own --shared-state",
         )
+    if not read_server_state(last).follows_queue:
+        raise SettingsError(
+            f"the server of the run in {last} takes no runs from a queue: it is one of the Python "
+            "API or of the simulator",
+            remedy="serve the run with headwater-server, or start the next run when this one ends",
+        )
     is_same = read_server_state(last).info.get("working_folder") == str(Path.cwd())
     settings = read_submission(config, has_other_folder=not is_same)
     folder = submit(folder, settings, is_next=is_next)

@@ -19,6 +19,8 @@ from headwater.common.system.file_lock import try_lock
 
 FILE = "server.lock"
 SERVER = "headwater-server"
+FOLLOWS_QUEUE = "follows_queue"
+"""The key of a server's info that says whether it serves the runs of the queue too."""
 # A process that tests the lock holds it for an instant.
 TRIES, TRY_SECONDS = 20, 0.05
 FRESH_SECONDS = 15.0
@@ -37,6 +39,11 @@ class ServerState:
     def command(self) -> str:
         """The command that, with ``--resume``, continues the run after its server has ended."""
         return str(self.info.get("command", SERVER))
+
+    @property
+    def follows_queue(self) -> bool:
+        """Whether the server, if it runs, serves the runs of the queue after this one."""
+        return not self.is_up or bool(self.info.get(FOLLOWS_QUEUE, True))
 
     @property
     def is_well(self) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.wording import counted
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -69,6 +70,20 @@ def is_next_due(folder: Path) -> bool:
 def has_queue(folder: Path) -> bool:
     """Return whether a run waits."""
     return bool(_files(folder))
+
+
+def refuse_queue(folder: Path) -> None:
+    """Refuse to serve a run in whose queue others wait, for a server that would not take them.
+
+    Raises:
+        SettingsError: runs wait.
+    """
+    if waiting := _files(folder):
+        raise SettingsError(
+            f"{counted(len(waiting), 'run')} in {folder / QUEUE}, which this server would not "
+            "take: a run with a standby, of the Python API or of the simulator has no queue",
+            remedy=f"delete what waits there, or start headwater-server --resume --out {folder}",
+        )
 
 
 def submit(folder: Path, settings: Settings, *, is_next: bool) -> Path:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from headwater.common.errors import NonFiniteUpdate, TooFewClients
+from headwater.common.errors import NonFiniteUpdate, SettingsError, TooFewClients
 from headwater.common.messages import DeviceReport, Plan, ReadyReport, Step, UpdateReport, Vitals
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import control, orders, sqlite_history
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
+from headwater.server.operations.order_commands import submit_run
 from headwater.server.operations.orders import Order
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.operations.run_lock import read_server_state
@@ -31,7 +32,7 @@ from tests.round_rows import row
 class ControlledRun:
     """A run control in a folder, and the orders that it passed on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, follows_queue: bool = True) -> None:
         self.folder = folder
         self.device_records = DeviceRecords()
         self.orders: list[str | None] = []
@@ -42,6 +43,7 @@ class ControlledRun:
             device_records=self.device_records,
             on_order=self._note_order,
             is_alive=lambda: True,
+            follows_queue=follows_queue,
         )
 
     def _note_order(self, order: Order | None) -> None:
@@ -108,6 +110,23 @@ def test_a_drain_ends_the_rounds(run: ControlledRun) -> None:
     run.wait_for("drain")
     with pytest.raises(Drained):
         run.control.may_begin()
+
+
+def test_a_queue_that_nobody_follows_neither_ends_the_run_nor_grows(tmp_path: Path) -> None:
+    queued = tmp_path / "queue" / "499999-next.toml"
+    queued.parent.mkdir()
+    queued.write_text('task = "x.py:X"\n')
+    (tmp_path / "settings.toml").write_text('task = "x.py:X"\n')
+    run = ControlledRun(tmp_path, follows_queue=False)
+    run.control.start({"pid": 1, "address": "here"})
+    try:
+        orders.write_order(tmp_path, "pause")
+        run.wait_for("pause")  # by then it has looked at the folder
+        assert not run.control.may_begin()
+        with pytest.raises(SettingsError, match="takes no runs from a queue"):
+            submit_run(tmp_path / "settings.toml", tmp_path, is_next=False)
+    finally:
+        run.control.stop("done")
 
 
 def test_a_malformed_order_is_logged_once_and_changes_nothing(

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import headwater
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
 from headwater.server.rounds import checkpoint
+from headwater.server.serve import serve_run
 from headwater.server.succession import run_queue
 from headwater.server.succession.run_queue import (
     POINTER,
@@ -194,3 +196,17 @@ def test_a_run_of_the_queue_keeps_the_server_s_address_and_certificates(tmp_path
     found = of_this_server(own, server, address="0.0.0.0:4711")
     assert (found.server.listen, found.tls, found.rounds) == ("0.0.0.0:4711", server.tls, 7)
     assert (found.plain_text, found.threads) == (True, 2)
+
+
+def test_a_server_that_would_not_take_the_queue_refuses_a_run_with_one(tmp_path: Path) -> None:
+    submit(tmp_path, run(1), is_next=True)
+    settings = run(1, tmp_path)
+    with pytest.raises(SettingsError, match="which this server would not take"):
+        serve_run(settings, None, on_round=lambda _: None, resume=False)
+    with pytest.raises(SettingsError, match="would not take"):
+        headwater.serve(TASK, out=tmp_path, progress=False)
+
+
+def test_the_python_api_is_no_aggregator(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no aggregator"):
+        headwater.serve("x.py:X", out=tmp_path, upstream="127.0.0.1:1", progress=False)
