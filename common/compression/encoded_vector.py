@@ -30,7 +30,7 @@ class EncodedVector:
 
     def __getitem__(self, part: slice) -> Floats:
         low, high, _ = part.indices(self._num_values)
-        return self._decode(low, high)
+        return self._decode(low, max(low, high))
 
     def decode_into(self, values_P: Tensor) -> None:
         """Overwrite a vector of the same length with the decoded one."""

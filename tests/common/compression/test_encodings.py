@@ -186,3 +186,12 @@ def test_a_hostile_encoding_is_refused_by_name(
     terms = CompressionTerms(method=method, fraction=0.01)
     with pytest.raises(error, match="pi: "):
         read(hostile(method, change), terms, 2000)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_part_that_ends_before_it_begins_is_empty(method: Method) -> None:
+    """As of a list, whose slices never fail."""
+    terms = CompressionTerms(method=method, fraction=0.5)
+    data, _ = sent_and_left(vector(10), terms)
+    parts = [encoded(data, terms, 10)[part] for part in (slice(3, 2), slice(10, 20), slice(20, 3))]
+    assert [len(part) for part in parts] == [0, 0, 0]
