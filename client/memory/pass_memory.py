@@ -58,14 +58,25 @@ class PassMemory:
             peaks.append(stretch.peak_bytes + left)
         return max(peaks)
 
-    def cheapest(self, limit_bytes: float) -> Choice:
+    def slowdown(self, choice: Choice) -> float:
+        """Return the share of a plain pass that running the whole blocks of a choice again takes.
+
+        A backward pass takes twice the time of a forward pass.
+        """
+        again = math.fsum(self.seconds.get(b, 0.0) for b in choice if choice[b] is Recomputed.ALL)
+        return again / max(3 * math.fsum(self.seconds.values()), LEAST_SECONDS)
+
+    def cheapest(self, limit_bytes: float, *, is_whole: bool = False) -> Choice:
         """Return what to recompute so that the peak stays within the limit; all if none can.
 
-        Of equal blocks the model's first are recomputed first, which stay in memory longest.
+        With ``is_whole`` all of a block is dropped, or nothing. Of equal blocks the model's first
+        are recomputed first, which stay in memory longest.
         """
         choice = dict(self.nothing)
         taken: list[tuple[int, Recomputed]] = []
         for block, extent in self._measures():
+            if is_whole and extent is not Recomputed.ALL:
+                continue
             if self.peak_bytes(choice) <= limit_bytes:
                 break
             taken.append((block, choice[block]))

@@ -80,6 +80,18 @@ def test_what_turns_out_not_to_be_needed_is_taken_back() -> None:
     assert one.cheapest(1010) == {0: NOTHING, 1: ALL}
 
 
+def test_whole_blocks_alone_may_be_chosen() -> None:
+    one = passed({0: 50, 1: 50, 2: 50}, cheap={0: 20, 1: 20, 2: 20})
+    assert one.cheapest(1149, is_whole=True) == {0: ALL, 1: NOTHING, 2: NOTHING}
+
+
+def test_the_slowdown_is_the_share_of_a_pass_that_whole_blocks_take_again() -> None:
+    one = passed({0: 50, 1: 50, 2: 50}, seconds={0: 1.0, 1: 2.0, 2: 7.0})
+    assert one.slowdown({0: NOTHING, 1: CHEAP, 2: NOTHING}) == 0.0
+    assert one.slowdown({0: ALL, 1: ALL, 2: CHEAP}) == pytest.approx(0.1)
+    assert one.slowdown(dict.fromkeys(range(3), ALL)) == pytest.approx(1 / 3)
+
+
 @given(
     inner=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     share=st.floats(0, 1),

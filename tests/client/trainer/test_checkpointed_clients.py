@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from headwater.client.memory.activation_checkpointing import Recomputed
+from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import ProcessMemory, resident_bytes
 from headwater.client.trainer import checkpointed_clients
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -95,3 +97,33 @@ def test_where_nothing_is_dropped_blocks_come_from_the_heap_if_its_gaps_fit(
     monkeypatch.setattr(checkpointed_clients, "HEAP_SHARE", heap_share)
     fit(1.5)
     assert mallopt[-len(last) :] == last
+
+
+BLOCKS, MIB = range(10), 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "expected"),
+    [
+        (1000 + 1250, {}),  # 1,000 MiB of activations and their gaps fit
+        (1000 + 1249, {0: Recomputed.ALL}),
+        (1000 + 1125, {0: Recomputed.ALL}),
+        (1000 + 1124, {0: Recomputed.ALL, 1: Recomputed.ALL}),
+        (1000 + 500, None),  # six of ten would be run again
+        (1000 + 10, None),
+    ],
+)
+def test_where_the_gaps_of_the_heap_do_not_fit_a_few_blocks_are_run_again(
+    room_mib: int, expected: dict[int, Recomputed] | None
+) -> None:
+    measured = PassMemory(
+        rest_bytes=1000 * MIB,
+        inner_bytes=dict.fromkeys(BLOCKS, 100 * MIB),
+        cheap_bytes=dict.fromkeys(BLOCKS, 60 * MIB),
+        seconds=dict.fromkeys(BLOCKS, 1.0),
+        order=tuple(reversed(BLOCKS)),
+        stretches=(Stretch(peak_bytes=1000 * MIB, num_done=0),),
+    )
+    found = checkpointed_clients._choice_in_heap(measured, float(room_mib * MIB))
+    nothing = dict.fromkeys(BLOCKS, Recomputed.NOTHING)
+    assert found == (None if expected is None else nothing | expected)
