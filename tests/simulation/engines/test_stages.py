@@ -30,7 +30,8 @@ SETTINGS = Settings.model_validate(
 )
 
 
-def test_in_process_all_compute_at_once_and_an_update_is_on_its_way_until_it_is_added() -> None:
+def seen_in_process(settings: Settings) -> list[Stages]:
+    """The stages whenever updates arrive."""
     seen: list[Stages] = []
     stages: Stages = {}
 
@@ -40,10 +41,23 @@ def test_in_process_all_compute_at_once_and_an_update_is_on_its_way_until_it_is_
                 seen.append(stages.copy())
                 yield answer
 
-    fleet = Seen(SETTINGS, run_id=1, stages=stages)
-    run(Training(SETTINGS, run_id=1), fleet, on_round=lambda row: None)
+    fleet = Seen(settings, run_id=1, stages=stages)
+    run(Training(settings, run_id=1), fleet, on_round=lambda row: None)
+    return seen
+
+
+def test_in_process_all_compute_at_once_and_an_update_is_on_its_way_until_it_is_added() -> None:
+    local = Settings.model_validate({**SETTINGS.model_dump(), "local": {"steps": 2}})
     first = {"0": "uploading", "1": "computing", "2": "computing"}
-    assert seen == 2 * [first, first | {"1": "uploading"}, dict.fromkeys("012", "uploading")]
+    assert seen_in_process(local) == 2 * [
+        first,
+        first | {"1": "uploading"},
+        dict.fromkeys("012", "uploading"),
+    ]
+
+
+def test_devices_that_are_summed_in_one_block_are_on_their_way_together() -> None:
+    assert seen_in_process(SETTINGS) == 2 * [dict.fromkeys("012", "uploading")]
 
 
 def test_on_messages_a_device_computes_in_its_turn() -> None:
