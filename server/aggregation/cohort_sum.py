@@ -38,6 +38,7 @@ FIRST_LARGEST_MEAN = 1.0
 
 # float32 is below 2^128 and resolves 2^-149: scales beyond these bounds have no advantage.
 MIN_SCALE_BITS, MAX_SCALE_BITS = -100, 200
+LARGEST_VALUE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +146,13 @@ class CohortSum:
             )
         for t, (start, end) in enumerate(self._layout.spans):
             bound, bits, own = part.bounds[t], part.scale_bits[t], self._opened_bits[t]
-            if not (0 <= part.peaks[t] <= bound < math.inf) or bits > own:
+            # A coarser scale than float32 updates need would round all other updates to zero.
+            most = num_updates * LARGEST_VALUE
+            if not (0 <= part.peaks[t] <= bound <= most) or not MIN_SCALE_BITS <= bits <= own:
                 raise CorruptUpdate(
                     f"{name}: tensor {t} has the peak {part.peaks[t]}, the bound {bound} and the "
-                    f"scale {bits}; expected 0 <= peak <= bound, and a scale of at most {own}"
+                    f"scale {bits}; expected 0 <= peak <= bound <= {most:.4g}, and a scale of "
+                    f"{MIN_SCALE_BITS} to {own}"
                 )
             integers = part.integers_P[start:end]
             largest = max(int(integers.max()), -int(integers.min())) if len(integers) else 0

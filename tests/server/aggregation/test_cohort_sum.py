@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,3 +255,23 @@ def test_the_largest_finite_updates_of_a_large_cohort_do_not_overflow() -> None:
     total = CohortSum(SMALL)
     mean = summed(total, [most] * 64)
     assert torch.equal(mean, most)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"scale_bits": (-101, -101, -101)}, id="a scale that no update needs"),
+        pytest.param({"scale_bits": (-2000, -2000, -2000)}, id="one whose power overflows"),
+        pytest.param({"bounds": (1e100, 1e100, 1e100)}, id="more than an update of float32 has"),
+    ],
+)
+def test_a_part_that_would_round_all_other_updates_to_zero_is_corrupt(
+    changes: dict[str, Any],
+) -> None:
+    branch, total = CohortSum(SMALL), CohortSum(SMALL)
+    total.open(num_clients=2, planned_weight=2)
+    branch.open_part(total.scale_bits)
+    part = branch.part()
+    total.check_part(part, name="north", num_updates=1)
+    with pytest.raises(CorruptUpdate, match="north: tensor 0 has"):
+        total.check_part(replace(part, **changes), name="north", num_updates=1)
