@@ -34,7 +34,7 @@ class SessionNumbers:
         self._run_id = run_id
         self._publish = publish
         self._restored: SessionNumber | None = None
-        """The highest number of an earlier server."""
+        """The highest number of an earlier server, and of this one up to its round."""
         self._highest: SessionNumber | None = None
         self._last: dict[int, SessionNumber] = {}
         """The last number of each round; of the newest ``MAX_ROUNDS`` rounds that had sessions."""
@@ -59,8 +59,14 @@ class SessionNumbers:
         Raises:
             StateError: it cannot be stored.
         """
-        last = self._last.get(round_number, self._restored)
-        number = next_number(last, round_number=round_number)
+        restored = self._restored
+        if restored is not None and round_number <= restored.round:
+            # Also where the checkpoint is some rounds older than the file: all of these rounds go
+            # on from the one number, so that none of them repeats another's.
+            number = self._restored = next_number(restored, round_number=round_number)
+        else:
+            number = next_number(self._last.get(round_number), round_number=round_number)
+            self._last[round_number] = number
         highest = number if self._highest is None else max(self._highest, number)
         if self._path is not None:
             row = {"run_id": self._run_id, "round": highest.round, "attempt": highest.attempt}
@@ -69,7 +75,7 @@ class SessionNumbers:
             except OSError as error:
                 raise StateError(f"cannot write {self._path}: {error.strerror}") from error
             self._publish()
-        self._highest, self._last[round_number] = highest, number
+        self._highest = highest
         if len(self._last) > MAX_ROUNDS:
             del self._last[min(self._last)]
         return number

@@ -25,3 +25,12 @@ def test_a_server_that_starts_again_goes_on_after_the_highest_number(tmp_path: P
     again = SessionNumbers(tmp_path, run_id=RUN)
     assert [again.next(6), again.next(7)] == [SessionNumber(6, 3), SessionNumber(7, 1)]
     assert SessionNumbers(tmp_path, run_id=RUN + 1).next(6) == SessionNumber(6, 1)
+
+
+def test_rounds_that_come_again_after_an_older_checkpoint_repeat_no_number(tmp_path: Path) -> None:
+    SessionNumbers(tmp_path, run_id=RUN).next(7)
+    again = SessionNumbers(tmp_path, run_id=RUN)
+    found = [again.next(round_number) for round_number in (5, 6, 5, 7, 8, 6, 8)]
+    assert len(set(found)) == len(found)
+    first = [found[at] for at in (0, 1, 3, 4)]
+    assert sorted(first) == first  # each device meets increasing numbers
