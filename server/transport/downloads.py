@@ -117,6 +117,8 @@ class Downloads:
             image_id = image[0]
             is_held = session.image_id == image_id
             difference = None if is_held else await _difference(session, instruction)
+            if session.stream is not stream or session.instruction is not instruction:
+                return  # it was cancelled meanwhile, and its model may be gone
             if difference is not None and difference.image_id == image_id:
                 session.image_id = ""
                 if not await self._write_difference(session, instruction, stream, difference):
