@@ -43,6 +43,8 @@ PerTensor = Annotated[tuple[NotNegative, ...], Field(max_length=MAX_TENSORS)]
 ScaleBits = Annotated[
     tuple[Annotated[int, Field(ge=-(2**15), le=2**15)], ...], Field(max_length=MAX_TENSORS)
 ]
+Code = Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9_]+$")]
+"""The name of an error's class."""
 Plans = Annotated[dict[Name, Plan], Field(max_length=MAX_MEMBERS)]
 _PLANS: TypeAdapter[dict[str, Plan]] = TypeAdapter(Plans)
 
@@ -108,7 +110,7 @@ class BranchHead(WireMessage):
 class Refusal(WireMessage):
     """Why a device is not in a branch's answer."""
 
-    code: Annotated[str, Field(max_length=100)]
+    code: Code
     text: Annotated[str, Field(max_length=2000)]
 
     @classmethod
@@ -138,7 +140,7 @@ class BranchAnswer(WireMessage):
     outliers: tuple[Name, ...]
     clip_bits: tuple[Literal[0, 1], ...]
     refused: Refusals
-    refusals: Annotated[dict[str, Natural], Field(max_length=1000)]
+    refusals: Annotated[dict[Code, Natural], Field(max_length=1000)]
 
 
 class BranchEvaluation(WireMessage):

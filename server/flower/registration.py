@@ -107,9 +107,14 @@ class Registration:
         return self._has_begun
 
     def clients(self) -> dict[str, DeviceReport]:
-        """Return the descriptions of all clients by name: the nodes' own, and the aggregators'."""
+        """Return the descriptions of all clients by name: the nodes' own, and the aggregators'.
+
+        A listed device that has the name of a node, aggregators included, is none of them.
+        """
         own = {one.name: one for one in self.reports.values() if not one.is_aggregator}
-        return own if len(own) == len(self.reports) else {**self.branches.devices(own), **own}
+        if len(own) == len(self.reports):
+            return own
+        return {**self.branches.devices(one.name for one in self.reports.values()), **own}
 
     @property
     def awaits_newcomers(self) -> bool:

@@ -271,6 +271,12 @@ class OpenRound:
         columns = ReportColumns.of(*branch.reports)
         try:
             self._check_columns(columns)
+            for report in branch.reports:  # columns are of one round, and say nothing of windows
+                plan = self._check_awaited(report.name, report.round, self.accepted)
+                self._check_counts(
+                    *(report.name, plan, report.num_examples, report.weight, report.num_steps),
+                    report.num_windows,
+                )
             number = len(columns.names)
             self._total.check_part(branch.total, name=branch.name, num_updates=number)
         except UpdateRefused as error:

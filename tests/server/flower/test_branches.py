@@ -73,6 +73,14 @@ def test_an_aggregator_s_devices_are_the_clients_and_not_the_aggregator() -> Non
     assert not divided.direct
 
 
+def test_a_listed_device_with_an_aggregator_s_name_is_no_client() -> None:
+    tree = Tree(1, 2)
+    asked = tree.asked()
+    tree.list(asked[1], "x", "a1", "a2")
+    tree.list(asked[2], "z")
+    assert sorted(tree.found.clients()) == ["x", "z"]
+
+
 def test_each_round_waits_for_the_lists_of_all_aggregators() -> None:
     tree = Tree(1, 2)
     for number in range(3):

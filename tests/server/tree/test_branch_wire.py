@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,6 +143,7 @@ def false_answers() -> dict[str, tuple[BranchHead, bytes]]:
     refused = sum_payload(summed(plans_of("a", "x"), ["a"]))
     answer = BranchAnswer.model_validate_json(vector[8 * SIZE :])
     twice = answer.model_copy(update={"clip_bits": (1,) * 3})
+    text = answer.model_copy(update={"refusals": {"two\nlines": 1}}).model_dump_json()
     return {
         "a device of another branch": stranger,
         "a refusal of another branch's device": refused,
@@ -150,6 +152,7 @@ def false_answers() -> dict[str, tuple[BranchHead, bytes]]:
         "no JSON": (head, vector[: 8 * SIZE]),
         "JSON of another kind": (head, vector[: 8 * SIZE] + b"[]"),
         "more bits than updates": (head, vector[: 8 * SIZE] + twice.model_dump_json().encode()),
+        "a refusal that is no error's name": (head, vector[: 8 * SIZE] + text.encode()),
     }
 
 
@@ -216,3 +219,22 @@ def test_so_many_replies_are_needed_that_fewer_cannot_make_a_round(
     sizes: list[int], needed: int, replies: int
 ) -> None:
     assert replies_needed(sizes, needed) == replies
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"round": 2}, "UnexpectedUpdate"), ({"num_windows": 2}, "CountOutOfRange")],
+)
+def test_a_branch_is_refused_whole_if_any_of_its_reports_is_not_of_the_round_s_plan(
+    changes: dict[str, int], code: str
+) -> None:
+    plans = plans_of("a", "b")
+    sent = summed(plans, ["a", "b"])
+    first, second = sent.reports
+    assert isinstance(second, UpdateReport)
+    total = CohortSum(LAYOUT)
+    total.open(num_clients=4, planned_weight=16)
+    opened = OpenRound(plans=plans, total=total, max_weight_per_example=1, owned={})
+    opened.take(replace(sent, reports=(first, second.model_copy(update=changes))))
+    assert {name: error.code for name, error in opened.refused.items()} == {"a": code, "b": code}
+    assert (opened.accepted, total.weight) == ({}, 0)
