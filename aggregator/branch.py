@@ -214,17 +214,17 @@ class Branch:
             return_seconds=settings.cohort.return_seconds,
             verifier=CertificateVerifier.of(settings.tls, self._credentials),
         )
+        closing = ExitStack()
         try:
             servicer.start()
-        except BaseException:
+            closing.enter_context(enrolment_port(settings, stream_port=servicer.port))
+        except BaseException:  # a port that stayed open would be in the way of the next attempt
             servicer.stop(say_goodbye=False)
             raise
         host, _ = split_address(self._listen)
         self._listen = f"{host}:{servicer.port}"  # the next run's port is the same
         protection = "mutual TLS" if self._credentials else "plain text"
         console.print(f"listening on {self._listen} ({protection})", soft_wrap=True)
-        closing = ExitStack()
-        closing.enter_context(enrolment_port(settings, stream_port=servicer.port))
         grid = GrpcGrid(servicer)
         grid.enter_run(run_id)
         grid.check_term = self._check_awaited

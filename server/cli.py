@@ -82,6 +82,12 @@ def serve(
 
         serve_branch(settings)
         return
+    if settings.server.upstream_config is not None:
+        raise SettingsError(
+            "--upstream-config is for an aggregator, and --upstream is not set",
+            remedy="leave out --upstream-config, or add --upstream with the address of the server "
+            "above",
+        )
     listen = settings.server.listen
     credentials = check_addresses(settings, listen, metrics=settings.server.metrics)
     if settings.server.page is not None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from headwater.aggregator.settings_above import check_own, settings_above
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
+from headwater.server.cli import app
 
 UPSTREAM = {"upstream": "10.0.0.1:8500,10.0.0.2:8500"}
 
@@ -67,3 +69,12 @@ def test_name_and_certificate_for_the_server_above_are_those_that_join_wrote(
     )
     assert (above.client.server, above.client.name) == (UPSTREAM["upstream"], "north")
     assert (above.tls.ca, above.task) == (Path("above.pem"), "x.py:X")
+
+
+def test_the_aggregator_s_file_without_a_server_above_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "client.toml"
+    config.write_text('[client]\nname = "north"\n')
+    command = ["--task", "absent.py:Task", "--upstream-config", str(config)]
+    found = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+    assert found.exit_code == 2
+    assert "--upstream-config is for an aggregator" in found.output
