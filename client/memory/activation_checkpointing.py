@@ -14,7 +14,8 @@ instances. That leaves parameters and the state_dict as they are, survives a dee
 undone.
 
 Limitation: if a block's second forward pass differs for a reason other than torch's random numbers
-(a generator of its own, Python's ``random``), this is detected only where shapes differ.
+(a generator of its own, Python's ``random``, an attribute that the model sets between two calls of
+the block), this is detected only where shapes differ.
 """
 
 from __future__ import annotations

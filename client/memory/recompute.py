@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +114,7 @@ class RecomputedPass:
         *,
         block: int = 0,
     ) -> None:
-        self._forward, self._args, self._kwargs = forward, args, kwargs
+        self._forward, self._args, self._kwargs = forward, _copied(args), _copied(kwargs)
         self._block = block
         self._inputs = list(tensors_in((args, kwargs)))
         self._versions = [tensor._version for tensor in self._inputs]
@@ -191,7 +192,7 @@ class RecomputedPass:
                 self._autocast.restored(),
                 saved_tensors_hooks(self._pack_again, _never),
             ):
-                self._forward(*self._args, **self._kwargs)
+                self._forward(*_copied(self._args), **_copied(self._kwargs))
         except _Done:
             pass
         finally:
@@ -280,3 +281,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+
+
+def _copied(value: Any) -> Any:
+    """Return new lists and dicts of the same tensors: a model may change them after the call.
+
+    A DenseNet appends each layer's output to the list that the layer was given.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copied(item)) for key, item in value.items())
+    return value

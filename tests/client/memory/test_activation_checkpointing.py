@@ -67,6 +67,63 @@ class Plain(nn.Module):
         return out
 
 
+class SumOfAll(nn.Module):
+    """Takes the sum of a list's tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(6)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        out: Tensor = self.block(sum(features))
+        return out
+
+
+class Dense(nn.Module):
+    """Each layer takes the outputs of all before it, in a list that grows, as in a DenseNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([SumOfAll(), SumOfAll(), SumOfAll()])
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        features = [x_BI]
+        for layer in self.layers:
+            features.append(layer(features))
+        return torch.cat(features)
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(6)
+
+    def forward(self, state: dict[str, list[Tensor]], x_BI: Tensor) -> Tensor:
+        state["skipped"].append(x_BI)
+        out: Tensor = self.block(x_BI)
+        return out
+
+
+class Up(Down):
+    def forward(self, state: dict[str, list[Tensor]], x_BI: Tensor) -> Tensor:
+        out: Tensor = self.block(x_BI + state["skipped"].pop())
+        return out
+
+
+class Hourglass(nn.Module):
+    """Its blocks change a list in a dict that they are given, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Down(), Down(), Up(), Up()])
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        state: dict[str, list[Tensor]] = {"skipped": []}
+        for layer in self.layers:
+            x_BI = layer(state, x_BI=x_BI)
+        return x_BI
+
+
 def mlp() -> nn.Module:
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)] * 4
     return nn.Sequential(*(copy.deepcopy(layer) for layer in layers))
@@ -115,6 +172,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": transformer,
     "residual": Residual,
     "no container": Plain,
+    "a list that grows": Dense,
+    "a list that blocks change": Hourglass,
     "nested": nested,
     "a block twice": shared,
     "operations twice": lambda: shared_operations(2),
