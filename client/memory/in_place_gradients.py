@@ -98,7 +98,11 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight = weight_ED  # itself, as above
-        return functional.linear(inputs, weight_ED, bias_E)
+        outputs = functional.linear(inputs, weight_ED, bias_E)
+        # Of more than two dimensions torch computes it as a view, which no operation after a
+        # Function may change in place.
+        found: Tensor = torch.ops.aten._unsafe_view(outputs, outputs.shape)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

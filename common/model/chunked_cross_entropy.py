@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from headwater.common.model.bfloat16_weights import plain
 from headwater.common.model.vocabulary_head import HeadOptions, VocabularyHead
@@ -102,10 +103,22 @@ class adding_in_place:
 def grad_to_add_to(weight: Tensor) -> Tensor | None:
     """Return the ``grad`` that a backward pass may add the weight's gradient to by itself.
 
-    None outside of ``adding_in_place``, and where a hook must see or change the gradient.
+    None outside of ``adding_in_place``, where a hook must see or change the gradient, and in a
+    backward pass inside of one that does not add to this weight: a hook of the model may call
+    ``torch.autograd.grad``, as deep equilibrium models do.
     """
     has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.grad if _promise.is_made and weight.is_leaf and not has_hooks else None
+    if not (_promise.is_made and weight.is_leaf) or has_hooks:
+        return None
+    return weight.grad if _is_added_to(weight) else None
+
+
+def _is_added_to(weight: Tensor) -> bool:
+    """Return whether the backward pass that runs now adds to a leaf's ``grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(weight).node))
+    except RuntimeError:  # autograd.grad of this leaf, or a backward method called by hand
+        return False
 
 
 def _check(

@@ -280,3 +280,54 @@ def test_a_hook_on_a_linear_layer_s_weight_changes_its_gradient() -> None:
         with adding_in_place():
             one(inputs).sum().backward()
     torch.testing.assert_close(mine.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3), (2, 0, 4, 3)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_what_follows_a_linear_layer_may_be_in_place(
+    shape: tuple[int, ...], has_bias: bool
+) -> None:
+    """As ReLU(inplace=True), or a residual that is added to what the layer returned."""
+    plain, mine = linear(has_bias=has_bias), linear(has_bias=has_bias)
+    add_in_place(mine)
+    torch.manual_seed(6)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    for one in (plain, mine):
+        found = one(inputs).relu_()
+        with adding_in_place():
+            found.pow(2).sum().backward()
+    for expected, parameter in zip(plain.parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+def test_gradients_that_a_hook_asks_for_are_not_added() -> None:
+    """Such as those by which a deep equilibrium model solves for its gradient."""
+
+    def equilibrium(one: nn.Linear, inputs: Tensor) -> Tensor:
+        state = torch.zeros(4, 5, dtype=torch.float64, requires_grad=True)
+        again = torch.tanh(one(torch.cat([inputs, state], 1)))
+
+        def solved(grad: Tensor) -> Tensor:
+            found = grad
+            for _ in range(3):
+                found = grad + torch.autograd.grad(again, state, found, retain_graph=True)[0]
+            return found
+
+        out = torch.tanh(one(torch.cat([inputs, state.detach()], 1)))
+        out.register_hook(solved)  # type: ignore[no-untyped-call]
+        return out
+
+    torch.manual_seed(7)
+    plain = nn.Linear(8, 5, dtype=torch.float64)
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    mine, inputs = copy.deepcopy(plain), torch.randn(4, 3, dtype=torch.float64)
+    for parameter in mine.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    add_in_place(mine)
+    for one in (plain, mine):
+        with adding_in_place():
+            equilibrium(one, inputs).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(mine.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
