@@ -35,6 +35,7 @@ from headwater.simulation.vectorised.linear_layers import LinearLayers
 from headwater.simulation.vectorised.passes import (
     Block,
     check_sums,
+    check_vectors,
     checked_layers,
     sum_gradients,
     sum_with_layer_norms,
@@ -114,7 +115,7 @@ class BatchedCompute:
                 f"vectors of {trainer.image.layout.num_parameters:,} parameters are too large"
             )
         else:
-            self._model.gradients(rows[None], np.ones((1, len(rows)), dtype=np.bool_), "float32")
+            check_vectors(trainer, self._model, self._examples, rows)
 
     def _checked_steps(self, rows: Rows) -> StackedSteps:
         """Return the local steps of many devices, tested on some examples' rows.

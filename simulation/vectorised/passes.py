@@ -181,6 +181,29 @@ def check_sums(
     return loss, rows
 
 
+def check_vectors(
+    trainer: Trainer, model: PerExampleModel, examples: ExampleRows, rows: Rows
+) -> None:
+    """Compare the gradient of some examples that is made as a vector with the task's own.
+
+    Raises:
+        UnsupportedBatch: they differ, as where a hook of a parameter changes its gradient, or where
+            the model uses a parameter that it holds in a list too.
+    """
+    image, accumulator = trainer.image, trainer.accumulator
+    mask = np.ones((1, len(rows)), dtype=np.bool_)
+    vectors_1P, _ = model.gradients(rows[None], mask, "float32")
+    accumulator.zero()
+    try:
+        batch = examples.batch(examples.take(rows))
+        loss_sum(trainer.task, image.model, batch)[0].backward()  # type: ignore[no-untyped-call]
+        error = math.sqrt(squared_norm(vectors_1P[0] - accumulator.values_P))
+        if not error <= tolerance_of(image.model) * accumulator.gradient_norm():
+            raise UnsupportedBatch("a device's gradient differs from the task's own")
+    finally:
+        accumulator.zero()
+
+
 def tolerance_of(model: nn.Module) -> float:
     """Return the self-test's relative tolerance for a model."""
     is_narrow = any(

@@ -66,7 +66,7 @@ class StackedModel:
         """
         self._image.model.train()
         leaves = {
-            name: values_RP[:, start:end].view(-1, *shape).requires_grad_()
+            name: values_RP[:, start:end].view(len(values_RP), *shape).requires_grad_()
             for name, shape, (start, end) in self._places
         }
         mask = torch.from_numpy(mask_RM)
@@ -78,7 +78,7 @@ class StackedModel:
             gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for (_, shape, (start, end)), added in zip(self._places, gradients, strict=True):
             if added is not None:
-                gradients_RP[:, start:end].view(-1, *shape).add_(added)
+                gradients_RP[:, start:end].view(len(gradients_RP), *shape).add_(added)
         return example_sums(loss_RM, weight_RM, metrics)
 
     def _of_device(self, leaves: Mapping[str, Tensor], *tensors: Tensor) -> Any:
