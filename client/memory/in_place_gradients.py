@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from headwater.common.model.chunked_cross_entropy import grad_to_add_to
@@ -48,7 +49,7 @@ class _Forward:
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
         module: Any = self._module
-        is_transformed = torch._C._are_functorch_transforms_active()
+        is_transformed = torch._C._are_functorch_transforms_active() or is_compiling()
         if is_transformed or not (module.weight.requires_grad and torch.is_grad_enabled()):
             found: Tensor = type(module).forward(module, input)
             return found

@@ -331,3 +331,14 @@ def test_gradients_that_a_hook_asks_for_are_not_added() -> None:
         with adding_in_place():
             equilibrium(one, inputs).pow(2).sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(mine.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_all_weights_are_large")
+def test_a_compiler_sees_the_layer_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile makes of it, computed again in a block, would add another gradient."""
+    one = linear()
+    add_in_place(one)
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+    assert "Product" in type(one(inputs).grad_fn).__name__
+    monkeypatch.setattr("torch.compiler._is_compiling_flag", True)
+    assert "Addmm" in type(one(inputs).grad_fn).__name__
