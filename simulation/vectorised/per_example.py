@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.model.parameters import ModelImage
@@ -37,6 +37,7 @@ from headwater.simulation.vectorised.task_sums import (
     ExampleSums,
     LossSum,
     autocast,
+    call_with,
     computing_in,
     example_sums,
     numbers,
@@ -178,7 +179,7 @@ class PerExampleModel:
         for name, copy in copies.items():
             if copy.grad is not None:
                 add_to_gradient(layers.others[name], copy.grad.sum(0))
-                norms.add_gradients(copy.grad.flatten(1))
+                norms.add_gradients(copy.grad.reshape(num_examples, -1))
         return example_sums(loss, weight, metrics)
 
     def gradients(
@@ -222,7 +223,7 @@ class PerExampleModel:
         batch = self._examples.batch([tensor.unsqueeze(0) for tensor in example])
         if not replaced:
             return self._loss_sum(batch)
-        return functional_call(self._loss_sum, dict(replaced), (batch,))
+        return call_with(self._loss_sum, replaced, batch)
 
 
 def _sum(loss: Tensor, factors: Floats | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
@@ -23,6 +23,7 @@ from headwater.simulation.vectorised.row_sums import RowSums
 from headwater.simulation.vectorised.task_sums import (
     ExampleSums,
     LossSum,
+    call_with,
     computing_in,
     example_sums,
     unsupported_errors,
@@ -84,11 +85,11 @@ class StackedModel:
     def _of_device(self, leaves: Mapping[str, Tensor], *tensors: Tensor) -> Any:
         if self.takes_batches:
             batch = self._examples.batch(tensors)
-            return functional_call(self._of_batch, dict(leaves), (batch, len(tensors[0])))
+            return call_with(self._of_batch, leaves, batch, len(tensors[0]))
 
         def one(*example: Tensor) -> Any:
             batch = self._examples.batch([tensor.unsqueeze(0) for tensor in example])
-            return functional_call(self._of_one, dict(leaves), (batch,))
+            return call_with(self._of_one, leaves, batch)
 
         return vmap(one)(*tensors)
 

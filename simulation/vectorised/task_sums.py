@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwater.common.data.batches import UnsupportedBatch
@@ -64,6 +65,22 @@ class LossSum(nn.Module):
             for name, value in sums.items()
         }
         return answer[0], weight, metrics
+
+
+def call_with(module: nn.Module, replaced: Mapping[str, Tensor], *args: Any) -> Any:
+    """Return what a module returns with other tensors in place of parameters, given by name.
+
+    Each place of a parameter is replaced once. ``functional_call`` by itself replaces that of a
+    module with two names twice, and puts the replacing tensor back at the end.
+    """
+    places: dict[int, list[str]] = {}
+    for prefix, inner in module.named_modules():
+        own = inner.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, parameter in own:
+            places.setdefault(id(parameter), []).append(name)
+    groups = {name: group for group in places.values() for name in group}
+    given = {place: tensor for name, tensor in replaced.items() for place in groups[name]}
+    return functional_call(module, given, args, tie_weights=False)
 
 
 @contextlib.contextmanager

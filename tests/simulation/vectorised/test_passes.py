@@ -45,16 +45,36 @@ class MaskedByHook(Weighed):
         return nn.Sequential(first, nn.Tanh(), nn.Linear(16, 5))
 
 
-class NoElements(Weighed):
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, and another without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+        self.scale, self.spare = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        logits: Tensor = self.scale * self.layers(x_BI) + self.spare.sum()
+        return logits
+
+
+class ScaledLogits(Weighed):
     def new_model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
-        model[0].register_parameter("spare", nn.Parameter(torch.zeros(0, 3)))
-        return model
+        return Scaled()
 
 
-def compute_of(task: type, **chosen: Any) -> BatchedCompute:
+class LayerTwice(Weighed):
+    """One layer under two names, and another with the weight of a third."""
+
+    def new_model(self) -> nn.Module:
+        same, tied, other = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        other.weight = tied.weight
+        return nn.Sequential(same, nn.Tanh(), same, tied, nn.Tanh(), other, nn.Linear(6, 5))
+
+
+def devices_of(task: type, **chosen: Any) -> Devices:
     given = {"task": f"{__file__}:{task.__name__}", "simulation.clients": 2, **chosen}
-    return BatchedCompute(Devices(with_fleet(load(None, given))), first=0, with_norms=True)
+    return Devices(with_fleet(load(None, given)))
 
 
 @pytest.mark.parametrize("task", [ListedWeight, MaskedByHook])
@@ -63,9 +83,17 @@ def test_a_model_whose_gradient_a_pass_would_miss_is_refused(
     task: type, chosen: dict[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedBatch, match="differs from the task's own"):
-        compute_of(task, **chosen)
+        BatchedCompute(devices_of(task, **chosen), first=0, with_norms=True)
 
 
+@pytest.mark.parametrize("task", [ScaledLogits, LayerTwice])
 @pytest.mark.parametrize("chosen", [{}, {"local.steps": 2}])
-def test_a_parameter_without_elements_is_allowed(chosen: dict[str, Any]) -> None:
-    compute_of(NoElements, **chosen)
+def test_a_model_is_computed_in_passes_that_leave_its_parameters_in_place(
+    task: type, chosen: dict[str, Any]
+) -> None:
+    devices = devices_of(task, **chosen)
+    model = devices.trainer.image.model
+    before = dict(model.named_parameters(remove_duplicate=False))
+    BatchedCompute(devices, first=0, with_norms=True)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is one for name, one in before.items())
