@@ -24,6 +24,7 @@ KEYS = {
     "exactness": "at_start",
     "fairness": "share_of_examples",
     "federated_text": "masked",
+    "foreseen_memory": "cnn_4",
     "fuzz": "executions",
     "hostile_devices": "unasked_heads",
     "large_models": "figures",
