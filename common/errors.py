@@ -253,7 +253,7 @@ class TaskNotInstalled(DeviceRefused):
         "then the device takes part in the runs of its other tasks"
     )
 class AggregatorRefused(DeviceRefused):
-    """The server's run cannot count the sums of aggregators."""
+    """The server's run cannot count the sums of aggregators, or does not trust this one."""
     remedy = "connect the devices to the server above, without --upstream"
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""

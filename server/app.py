@@ -15,6 +15,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.observer import Observer, Observers
@@ -71,7 +72,7 @@ def server_app(
         fleet = GridFleet(
             grid,
             branch_order=own.training.branch_order,
-            no_branches=_refusal_of_branches(settings),
+            refusal_of_branch=refusal_of_branch(settings),
         )
         versions = ModelVersions(own.training)
         observers = Observers(RoundLog(), ReportWriter(), versions, *own.trackers, observer)
@@ -87,9 +88,22 @@ def server_app(
     return app
 
 
-def _refusal_of_branches(settings: Settings) -> AggregatorRefused | None:
+def refusal_of_branch(settings: Settings) -> RefusalOfBranch:
+    """Return which devices may not be aggregators of a run, and why."""
     why = why_no_branches(settings.secure, settings.aggregation, settings.asynchronous)
-    return None if why is None else AggregatorRefused(f"this run takes no aggregators: {why}")
+    trusted = {name.strip() for name in (settings.server.aggregators or "").split(",")}
+
+    def refusal(name: str) -> AggregatorRefused | None:
+        if why is not None:
+            return AggregatorRefused(f"this run takes no aggregators: {why}")
+        if name not in trusted:
+            return AggregatorRefused(
+                f"{name} is not among the aggregators that the server above trusts",
+                remedy=f"start the server above with --trusted-aggregators {name}",
+            )
+        return None
+
+    return refusal
 
 
 def server_context(settings: Settings, *, run_id: int) -> Context:

@@ -70,6 +70,12 @@ class ServerSettings(Branch):
         "this server's name and certificate for the server above: the client.toml that "
         "`headwater-client join` wrote",
     )
+    aggregators: Annotated[str, Unit("NAME[,...]")] | None = setting(
+        None,
+        "the devices that may be aggregators: what they say of devices of their own is believed; "
+        "not set: none",
+        "--trusted-aggregators",
+    )
     staging_bytes: Bytes = setting(
         64 * 2**20, "memory for uploads in progress; the rest goes to a spool file", on=""
     )

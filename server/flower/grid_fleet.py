@@ -42,7 +42,7 @@ from headwater.common.wording import counted
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.branches import DividedPlans
-from headwater.server.flower.registration import Registration, check_name
+from headwater.server.flower.registration import RefusalOfBranch, Registration, check_name
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.tree.branch_wire import (
     BranchOrders,
@@ -66,6 +66,11 @@ MODELS_RAM_BYTES = 1 << 30
 REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line of the log
 
 
+def no_branches(name: str) -> AggregatorRefused:
+    """Refuse any aggregator."""
+    return AggregatorRefused(f"{name}: this server has no aggregators")
+
+
 class GridFleet:
     """The clients of a Grid, by name."""
 
@@ -74,14 +79,12 @@ class GridFleet:
         grid: Grid,
         *,
         branch_order: BranchOrders | None = None,
-        no_branches: AggregatorRefused | None = None,
+        refusal_of_branch: RefusalOfBranch = no_branches,
     ) -> None:
-        """``branch_order`` makes the orders of aggregators, unless ``no_branches`` refuses them."""
-        if branch_order is None:
-            no_branches = AggregatorRefused("this server has no aggregators")
+        """``branch_order`` makes the orders of aggregators that are not refused."""
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
-        self._registration = Registration(grid, no_branches=no_branches)
+        self._registration = Registration(grid, refusal_of_branch=refusal_of_branch)
         self._branch_order = branch_order
         self._reports: dict[str, DeviceReport] = {}
         self._flower_bytes_up = self._flower_bytes_down = 0

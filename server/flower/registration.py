@@ -59,6 +59,9 @@ class PendingDescription:
     """The time for the frozen part, beyond that for a description."""
 
 
+RefusalOfBranch = Callable[[str], AggregatorRefused | None]
+
+
 class Registration:
     """The nodes of a grid and their descriptions."""
 
@@ -67,9 +70,9 @@ class Registration:
         grid: Grid,
         *,
         clock: Callable[[], float] = time.monotonic,
-        no_branches: AggregatorRefused | None = None,
+        refusal_of_branch: RefusalOfBranch = lambda name: None,
     ) -> None:
-        """``no_branches`` says why the run has no aggregators; None: it may have them."""
+        """``refusal_of_branch`` says of a device why it may be no aggregator; None: it may."""
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
         self.refusals = RefusedDevices()
@@ -78,7 +81,7 @@ class Registration:
         self.busy: set[int] = set()
         """Nodes that work on plans of asynchronous rounds: no further message interrupts them."""
         self.branches = Branches(grid, clock=clock)
-        self._no_branches = no_branches
+        self._refusal_of_branch = refusal_of_branch
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
@@ -225,8 +228,8 @@ class Registration:
         if pending.report is None:
             report = records.read(content, DeviceReport)
             self._check_name(pending.node_id, report.name)
-            if report.is_aggregator and self._no_branches is not None:
-                raise self._no_branches
+            if report.is_aggregator and (refusal := self._refusal_of_branch(report.name)):
+                raise refusal
             return report
         done = records.read(content, FrozenReport)
         check_name(done.name, pending.report.name)

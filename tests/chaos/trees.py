@@ -31,6 +31,10 @@ class TreeTrial(Trial):
         self._num_started: defaultdict[Side, int] = defaultdict(int)
         super().__init__(scenario, processes, stack)
 
+    @property
+    def _settings(self) -> list[object]:
+        return [*super()._settings, "--trusted-aggregators", ",".join(AGGREGATORS)]
+
     def _start_server(self, *, port: int = 0, prepare: Callable[[], object] | None = None) -> None:
         super()._start_server(port=port, prepare=prepare)
         if not self._aggregators:

@@ -39,7 +39,8 @@ def test_a_tree_makes_the_simulators_model_byte_for_byte_with_tls_on_each_level(
     make_folder(below, *names)
     with Processes(tmp_path) as processes:
         needed = ("--min-clients", NUM_DEVICES, *files(above, "server"))
-        root = processes.server(*SETTINGS, *ADAM, *needed, task=task)
+        trusted = ("--trusted-aggregators", "north,south")
+        root = processes.server(*SETTINGS, *ADAM, *needed, *trusted, task=task)
         upstream = f"127.0.0.1:{port_of(root)}"
         others: list[Process] = []
         for name, devices in (("north", names[:2]), ("south", names[2:])):

@@ -12,6 +12,8 @@ from headwater.common.branch_messages import Members, MembersRequest
 from headwater.common.errors import AggregatorRefused, ConnectionLost, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DeviceReport, Plan
+from headwater.common.settings.schema import Settings
+from headwater.server.app import refusal_of_branch
 from headwater.server.fleet import Dropout
 from headwater.server.flower.branches import SILENT_BRANCH_SECONDS, DividedPlans
 from headwater.server.flower.registration import Registration
@@ -25,7 +27,9 @@ class Tree:
     def __init__(self, *nodes: int, refusal: AggregatorRefused | None = None) -> None:
         self.now = 0.0
         self.wire = Wire(*nodes)
-        self.found = Registration(self.wire, clock=lambda: self.now, no_branches=refusal)
+        self.found = Registration(
+            self.wire, clock=lambda: self.now, refusal_of_branch=lambda name: refusal
+        )
         self.found.update(REQUEST)
         self.wire.new_requests()
         for node in nodes:
@@ -173,3 +177,14 @@ def test_a_run_that_needs_single_updates_refuses_aggregators_by_name() -> None:
     tree = Tree(1, refusal=AggregatorRefused("this run takes no aggregators: masks"))
     assert tree.wire.refused == {1: "AggregatorRefused"}
     assert tree.asked() == {}
+
+
+def test_a_server_takes_only_the_aggregators_that_its_settings_name() -> None:
+    settings = Settings.model_validate({"server": {"aggregators": "north, south"}})
+    trusting = refusal_of_branch(settings)
+    assert trusting("north") is None
+    assert trusting("south") is None
+    refused = trusting("mallory")
+    assert refused is not None
+    assert "--trusted-aggregators mallory" in refused.remedy
+    assert refusal_of_branch(Settings())("north") is not None
