@@ -6,6 +6,7 @@ and the found value, and a remedy.
 
 from __future__ import annotations
 
+import itertools
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -149,9 +150,14 @@ def with_default_task(settings: Settings) -> Settings:
 
 
 def default_out(settings: Settings) -> Path:
-    """Return ``runs/TASK-TIME``, a new folder for a run without --out."""
+    """Return ``runs/TASK-TIME``, a new folder for a run without --out.
+
+    A number follows if another run has begun in the same second.
+    """
     task = "run" if settings.task is None else name_of(settings.task).lower()
-    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (name if at == 1 else f"{name}-{at}" for at in itertools.count(1))
+    return next(folder for folder in (Path("runs") / one for one in names) if not folder.exists())
 
 
 def from_run_config(flat: Mapping[str, Any]) -> Settings:
