@@ -5,7 +5,7 @@ of an embedding is mostly zeros: 206 MB for 50,257 words of width 1,024, the hig
 whose activations are recomputed. Here only the rows of the words that occurred are computed and
 added: the same numbers in the same order, so the bits are the same. The matrix product of a linear
 layer adds to the sum by itself, as Megatron-LM's gradient_accumulation_fusion does: up to rounding
-the same sum, without a block of memory that the kernel clears anew for each layer.
+the same sum, without a block of memory for each layer that the kernel must clear first.
 """
 
 from __future__ import annotations

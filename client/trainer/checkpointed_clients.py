@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 LARGE_SHARE = 0.5
 
 # Passes may take their tensors from glibc's heap, which is faster but leaves gaps. 24 decoder
-# blocks of width 1,024 took 1.16 times the memory so, 1.07 and 1.12 times with two and five of them
-# run again, 1.18 with 14; but 1.3 to 1.5 times if what cheap operations gave is dropped.
+# blocks of width 1,024 took 993 MiB so, 840 and 771 with two and five of them run again, and with
+# 14 of them 506, 1.18 times what they took without the heap. Dropping what cheap operations gave
+# lowers nothing there: 8 blocks took 394 MiB, and 414 to 436 so.
 HEAP_SHARE = 1.25
 
 # Otherwise the kernel clears each tensor's pages first: 583,000 of them in a pass of those blocks,

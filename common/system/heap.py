@@ -48,7 +48,7 @@ def keep_mmap_threshold() -> None:
 def raise_mmap_threshold() -> None:
     """Undo ``keep_mmap_threshold``: take glibc's highest thresholds, which it would reach itself.
 
-    A pass of 24 decoder blocks that keeps 898 MB then grows the heap by 1,041.
+    A pass of 24 decoder blocks of width 1,024 then grows the heap by 1,041 MB.
     """
     _mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES)
     _mallopt(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD_BYTES)

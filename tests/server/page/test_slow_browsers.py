@@ -26,7 +26,7 @@ NAMES = [f"device-{n}" for n in range(1000)]
 
 
 class Watched:
-    """Whether a page is open, as the run is told."""
+    """Whether a page is open, as the run learns it."""
 
     def __init__(self) -> None:
         self.has_opened, self.has_closed = threading.Event(), threading.Event()
