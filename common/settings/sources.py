@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,15 @@ def default_out(settings: Settings) -> Path:
     A number follows if another run has begun in the same second.
     """
     task = "run" if settings.task is None else name_of(settings.task).lower()
-    name = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (name if at == 1 else f"{name}-{at}" for at in itertools.count(1))
-    return next(folder for folder in (Path("runs") / one for one in names) if not folder.exists())
+    folder = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(one for one in numbered(folder) if not one.exists())
+
+
+def numbered(folder: Path) -> Iterator[Path]:
+    """Yield a folder's path, and then with 2, 3 and so on behind its name."""
+    yield folder
+    for number in itertools.count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
 
 
 def from_run_config(flat: Mapping[str, Any]) -> Settings:

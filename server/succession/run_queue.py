@@ -11,7 +11,6 @@ No port is needed: every user who may write to the run's folder may submit.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -222,10 +221,11 @@ def _free_folder(out: Path, *, other_than: Path) -> Path:
 
     The run in ``other_than`` may have no checkpoint yet.
     """
-    names = (out if at == 1 else out.with_name(f"{out.name}-{at}") for at in itertools.count(1))
+    from headwater.common.settings.sources import numbered
+
     return next(
         path
-        for path in names
+        for path in numbered(out)
         if path != other_than.absolute()
         and not (path / CHECKPOINT).exists()
         and not (path / POINTER).exists()
