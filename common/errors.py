@@ -254,7 +254,10 @@ class TaskNotInstalled(DeviceRefused):
     )
 class AggregatorRefused(DeviceRefused):
     """The server's run cannot count the sums of aggregators, or does not trust this one."""
-    remedy = "connect the devices to the server above, without --upstream"
+    remedy = (
+        "name the aggregator in --trusted-aggregators of the server above, or connect the devices "
+        "to that server, without --upstream"
+    )
 class ProtocolMismatch(DeviceRefused):
     """The other side speaks another version of the protocol, or breaks its rules."""
     remedy = "install the same version of headwater on both sides"
