@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
+from headwater.server.page.device_points import RoundParts
 from headwater.server.page.round_points import Point
 
 MAX_POINTS = 2_000
 MAX_DEVICE_POINTS = 400  # rounds of one device
-MAX_POINTS_OF_ALL = 60_000  # rounds of all devices together: about 30 MB
+MAX_POINTS_OF_ALL = 60_000  # rounds of all devices together
+MAX_ROUNDS_OF_DEVICES = 6_000
 
 
 class RoundHistory:
@@ -62,29 +65,24 @@ class RoundHistory:
 
 
 class DeviceHistories:
-    """Each device's last rounds: up to ``MAX_DEVICE_POINTS``, and fewer where devices are many."""
+    """The last rounds of all devices: fewer of them where devices are many."""
 
     def __init__(self, *, max_points: int = MAX_POINTS_OF_ALL) -> None:
         self._max_points = max_points
-        self._points: dict[str, deque[Point]] = {}
+        self._rounds: deque[RoundParts] = deque(maxlen=MAX_ROUNDS_OF_DEVICES)
         self._number = 0
 
-    def add(self, name: str, point: Point) -> None:
-        """Add a device's figures in a round; the oldest of all devices may be dropped."""
-        own = self._points.setdefault(name, deque(maxlen=MAX_DEVICE_POINTS))
-        self._number -= len(own)
-        own.append(point)
-        self._number += len(own)
-        if self._number > self._max_points:
-            self._halve()
+    def add(self, parts: RoundParts) -> None:
+        """Add a round's figures; the oldest of all devices may be dropped."""
+        if len(self._rounds) == MAX_ROUNDS_OF_DEVICES:
+            self._number -= len(self._rounds[0])
+        self._rounds.append(parts)
+        self._number += len(parts)
+        while self._number > self._max_points and len(self._rounds) > 1:
+            self._number -= len(self._rounds.popleft())
 
     def of(self, name: str) -> list[Point]:
-        """Return a device's figures; none if it is unknown."""
-        return list(self._points.get(name, ()))
-
-    def _halve(self) -> None:
-        each = max(self._max_points // 2 // len(self._points), 1)
-        for own in self._points.values():
-            while len(own) > each:
-                own.popleft()
-        self._number = sum(map(len, self._points.values()))
+        """Return a device's figures, of ``MAX_DEVICE_POINTS`` rounds at most; none if unknown."""
+        found = (parts.of(name) for parts in reversed(self._rounds))
+        last = [*islice((point for point in found if point), MAX_DEVICE_POINTS)]
+        return last[::-1]

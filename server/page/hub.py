@@ -1,14 +1,16 @@
 """Sends a run's changes to every open page: twice a second, and only what has changed.
 
 A page that cannot keep up misses changes and then gets the whole state again: nothing queues up for
-it. While no page is open, nothing is computed.
+it. While no page is open, nothing is computed. Where a tick is much work, as with thousands of
+devices, ticks are rarer: the page's thread takes a small share of one core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from headwater.server.page.device_tiles import Tile
@@ -16,6 +18,8 @@ from headwater.server.page.diagnosis import diagnose
 from headwater.server.page.round_points import Point
 
 TICK_SECONDS = 0.5
+MAX_SHARE = 0.02  # of a core; ticks are rarer where the thread would take more
+MAX_TICK_SECONDS = 5.0
 MAX_LISTENERS = 16
 
 
@@ -48,17 +52,19 @@ class Hub:
 
     async def run(self) -> None:
         """Compute the changes of each tick, until ``end``; the last ones come after it."""
+        used, pause = time.thread_time(), TICK_SECONDS
         while not self._is_over:
             try:
-                await asyncio.wait_for(self._has_ended.wait(), TICK_SECONDS)
+                await asyncio.wait_for(self._has_ended.wait(), pause)
             except TimeoutError:
                 if not self.num_listeners:
                     continue
+            # What the last tick took, with its sending and its compression.
+            used, before = time.thread_time(), used
+            pause = min(max((used - before) / MAX_SHARE, TICK_SECONDS), MAX_TICK_SECONDS)
             async with self._changed:
-                self._changes = self._compute()
-                self._tick += 1
                 self._is_over = self._has_ended.is_set()
-                self._changed.notify_all()
+                self._take_changes()
 
     def end(self) -> None:
         """Send the last changes, and end every stream."""
@@ -71,12 +77,12 @@ class Hub:
             self._shown.watched(True)
         try:
             async with self._changed:
-                # What changed since the last tick is sent to all with the next one.
-                tick, text = self._tick, self.everything()
+                self._take_changes()
+                tick, text = self._tick, self._all_sent()
             yield "all", text
             while await self._next(tick):
                 is_next, tick = self._tick == tick + 1, self._tick
-                yield ("changes", self._changes) if is_next else ("all", self.everything())
+                yield ("changes", self._changes) if is_next else ("all", self._all_sent())
         finally:
             self.num_listeners -= 1
             if not self.num_listeners:
@@ -90,6 +96,13 @@ class Hub:
 
     def everything(self) -> str:
         """Return the whole state as JSON."""
+        return self._everything(self._shown.tiles())
+
+    def _all_sent(self) -> str:
+        """Return the whole state with the tiles of the last tick, from which changes count."""
+        return self._everything(self._sent)
+
+    def _everything(self, tiles: Mapping[str, Tile]) -> str:
         points, number = self._shown.all_points()
         return _json(
             {
@@ -97,15 +110,31 @@ class Hub:
                 "status": self._shown.status(),
                 "points": points,
                 "num_points": number,
-                "devices": [*self._shown.tiles().values()],
+                "devices": [*tiles.values()],
                 "diagnosis": diagnose(points),
             }
         )
 
+    def _take_changes(self) -> None:
+        """Make a tick: compute what has changed since the last one, for all who listen."""
+        self._changes = self._compute()
+        self._tick += 1
+        self._changed.notify_all()
+
     def _compute(self) -> str:
         points, number = self._shown.points_since(self._num_points)
         tiles = self._shown.tiles()
-        changed = [tile for name, tile in tiles.items() if self._sent.get(name) != tile]
+        changed = [
+            {
+                field: value
+                for field, value in tile.items()
+                if field == "name" or sent[field] != value
+            }
+            if (sent := self._sent.get(name))
+            else tile
+            for name, tile in tiles.items()
+            if self._sent.get(name) != tile
+        ]
         self._sent = {name: dict(tile) for name, tile in tiles.items()}
         self._num_points = number
         found = {

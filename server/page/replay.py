@@ -12,14 +12,12 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.round_log import ROUNDS
 from headwater.server.page import device_tiles as tiles_of
+from headwater.server.page.device_points import RoundParts, parts_of
 from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
 from headwater.server.page.history import DeviceHistories, RoundHistory
 from headwater.server.page.round_points import (
     Point,
-    field_of,
     label,
-    part_point,
-    parts_of,
     point_of,
     ring_of,
     task_label,
@@ -44,8 +42,7 @@ class FinishedRun:
         for row in read_lines(folder):
             last = row
             self.history.add(point_of(row))
-            for part in parts_of(row):
-                self._note(part_point(part, round_number=row["round"]), field_of(part, "name"))
+            self._note(parts_of(row))
         if not last:
             raise SettingsError(
                 f"{folder} holds no rounds", remedy="name the folder of a run, its --out"
@@ -87,14 +84,16 @@ class FinishedRun:
         """Return the whole run, thinned."""
         return self.history.points(), self.history.num_added
 
-    def _note(self, found: Point, name: str) -> None:
-        tile = self._tiles.get(name)
-        if tile is None and len(self._tiles) < MAX_TILES:
-            tile = self._tiles[name] = new_tile(name)
-        if tile is not None:
-            self._devices.add(name, found)
-            tiles_of.note_part(tile, found)
-            tile.update(state=tiles_of.DONE, why=found["plan"] or "")
+    def _note(self, parts: RoundParts) -> None:
+        for at, name in enumerate(parts.names):
+            tile = self._tiles.get(name)
+            if tile is None and len(self._tiles) < MAX_TILES:
+                tile = self._tiles[name] = new_tile(name)
+            if tile is not None:
+                found = parts.point(at)
+                tiles_of.note_part(tile, found)
+                tile.update(state=tiles_of.DONE, why=found["plan"] or "")
+        self._devices.add(parts if len(self._tiles) < MAX_TILES else parts.only(self._tiles))
 
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:

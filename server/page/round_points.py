@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from headwater.common.system.printable import printable
@@ -45,27 +45,6 @@ def field_of(row: Row | Part, name: str) -> Any:
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
-def parts_of(row: Row) -> Sequence[Part]:
-    """Return the rows of a round's clients, plain and masked."""
-    return [*field_of(row, "clients"), *(field_of(row, "masked_clients") or ())]
-
-
-def part_point(part: Part, *, round_number: int) -> Point:
-    """Return one client's figures in a round; of a masked client those of its plan."""
-    is_masked = field_of(part, "planned_steps") is not None
-    return {
-        "round": round_number,
-        "k": field_of(part, "planned_steps" if is_masked else "accumulation_steps"),
-        "size": field_of(part, "planned_micro_batch_size" if is_masked else "micro_batch_size"),
-        "examples": field_of(part, "planned_examples" if is_masked else "num_examples"),
-        "seconds": finite(field_of(part, "seconds")),
-        "loss": finite(field_of(part, "loss")),
-        "memory": field_of(part, "peak_bytes") or None,
-        "reason": field_of(part, "reason"),
-        "plan": field_of(part, "plan"),
-    }
-
-
 def finite(value: Any) -> Any:
     """Return the value; None in place of NaN and infinities, which JSON has no numbers for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -96,5 +75,6 @@ def task_label(task: str | None) -> str:
 def _k_range(row: Row) -> tuple[int | None, int | None]:
     if isinstance(row, RoundRow):
         return row.k_range if row.clients or row.masked_clients else (None, None)
-    steps = [part_point(part, round_number=0)["k"] for part in parts_of(row)]
+    steps = [part["accumulation_steps"] for part in row["clients"]]
+    steps += [part["planned_steps"] for part in row.get("masked_clients") or ()]
     return (min(steps), max(steps)) if steps else (None, None)

@@ -19,15 +19,13 @@ from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
 from headwater.server.page import device_tiles as tiles_of
+from headwater.server.page.device_points import newest, parts_of
 from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
 from headwater.server.page.history import DeviceHistories, RoundHistory
 from headwater.server.page.replay import read_lines
 from headwater.server.page.round_points import (
     Point,
-    field_of,
     label,
-    part_point,
-    parts_of,
     point_of,
     ring_of,
     task_label,
@@ -191,18 +189,14 @@ class RunView(Observer):
     def _show_rows(self) -> None:
         with self._lock:
             rows, self._rows, self._num_kept = [*self._rows], deque(), 0
-        for row in rows:
-            is_last = row is rows[-1]
-            for part in parts_of(row):
-                found = part_point(part, round_number=row.round)
-                name = str(field_of(part, "name"))
-                if (tile := self._tile(name)) is None:
-                    continue
-                self._devices.add(name, found)
-                if is_last:
-                    tiles_of.note_part(tile, found)
-            if is_last:
-                tiles_of.note_left_out(self._tiles, row.left_out)
+        rounds = [parts_of(row) for row in rows]
+        for name, found in newest(rounds):
+            if (tile := self._tile(name)) is not None:
+                tiles_of.note_part(tile, found)
+        for parts in rounds:
+            self._devices.add(parts if len(self._tiles) < MAX_TILES else parts.only(self._tiles))
+        if rows:
+            tiles_of.note_left_out(self._tiles, rows[-1].left_out)
 
     def _show_round(self) -> None:
         opened = self._opened

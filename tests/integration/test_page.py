@@ -206,8 +206,9 @@ def test_every_slider_of_the_guide_works_and_each_break_shows_its_error(
             page.page.click("#run-start")
             page.wait_for("shown.run?.points.length >= 2")
             move_slider(page, "run", "steps", "max")
+            page.page.evaluate("shown.run = null")
             page.page.click("#run-start")
-            page.wait_for("shown.run?.points.length >= 1 && shown.run.points[0].round === 1")
+            page.wait_for("shown.run?.fault || shown.run?.points.length >= 1")
             assert page.page.evaluate("shown.run.fault") == ""
             assert page.faults() == []
         with tab(browser, url, width=390, theme="dark") as page:

@@ -20,7 +20,7 @@ class Fleet {
 
   take(devices, isAll) {
     if (isAll) this.devices.clear();
-    for (const device of devices) this.devices.set(device.name, device);
+    for (const device of devices) this.devices.set(device.name, { ...this.devices.get(device.name), ...device });
     this.changed = new Set(devices.map((device) => device.name));
     this.layOut();
   }

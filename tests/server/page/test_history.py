@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
+from headwater.server.page import history
+from headwater.server.page.device_points import RoundParts, parts_of
 from headwater.server.page.history import MAX_DEVICE_POINTS, DeviceHistories, RoundHistory
 from headwater.server.page.round_points import point_of
 from tests.round_rows import row
@@ -34,19 +38,21 @@ def test_time_and_examples_are_those_of_all_rounds() -> None:
 
 
 def test_a_reader_gets_what_was_added_since() -> None:
-    history = history_of(137)
-    assert [point["round"] for point in history.since(134)] == [135, 136, 137]
-    assert history.since(137) == []
-    assert len(history.since(0)) < 30, "what is thinned out is gone"
+    run = history_of(137)
+    assert [point["round"] for point in run.since(134)] == [135, 136, 137]
+    assert run.since(137) == []
+    assert len(run.since(0)) < 30, "what is thinned out is gone"
+
+
+def parts(number: int, *names: str) -> RoundParts:
+    return parts_of(row(number, *names))
 
 
 def test_many_devices_keep_fewer_rounds_each_and_the_newest_ones() -> None:
     devices = DeviceHistories(max_points=100)
     for number in range(1, 51):
-        for name in "abcdefghij":
-            devices.add(name, {"round": number})
-            total = sum(len(devices.of(each)) for each in "abcdefghij")
-            assert total <= 100
+        devices.add(parts(number, *"abcdefghij"))
+        assert sum(len(devices.of(each)) for each in "abcdefghij") <= 100
     for name in "abcdefghij":
         kept = [point["round"] for point in devices.of(name)]
         assert kept == [*range(51 - len(kept), 51)]
@@ -54,8 +60,25 @@ def test_many_devices_keep_fewer_rounds_each_and_the_newest_ones() -> None:
     assert devices.of("nobody") == []
 
 
+def test_a_round_of_more_devices_than_are_kept_is_kept_alone() -> None:
+    devices = DeviceHistories(max_points=3)
+    for number in (1, 2):
+        devices.add(parts(number, *"abcdefghij"))
+    assert [point["round"] for point in devices.of("j")] == [2]
+
+
 def test_a_single_device_keeps_its_last_rounds() -> None:
     devices = DeviceHistories()
     for number in range(1, 1001):
-        devices.add("a", {"round": number})
+        devices.add(parts(number, "a"))
     assert [point["round"] for point in devices.of("a")] == [*range(1001 - MAX_DEVICE_POINTS, 1001)]
+
+
+def test_a_device_that_takes_part_now_and_then_keeps_rounds_of_long_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "MAX_ROUNDS_OF_DEVICES", 20)
+    devices = DeviceHistories(max_points=30)
+    for number in range(1, 51):
+        devices.add(parts(number, "ab"[number % 2]))
+    assert [point["round"] for point in devices.of("a")] == [*range(32, 51, 2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -62,7 +63,7 @@ def test_a_page_gets_everything_and_then_what_has_changed() -> None:
             event, found = await read()
             assert event == "all"
             assert [one["name"] for one in found["devices"]] == ["a", "b", "c"]
-            await read()  # the first tick: as nothing was sent before, all of it again
+            await read()  # a tick without changes
             view.on_round(row(2, "a"))
             points: list[Any] = []
             devices: list[Any] = []
@@ -138,3 +139,50 @@ def test_without_a_page_nothing_is_computed() -> None:
         await running
 
     asyncio.run(main())
+
+
+def test_ticks_are_rarer_where_each_is_much_work() -> None:
+    class Heavy(RunView):
+        num_looks = 0
+
+        def tiles(self) -> Any:
+            self.num_looks += 1
+            end = time.thread_time() + 0.01
+            while time.thread_time() < end:
+                pass
+            return super().tiles()
+
+    async def main() -> None:
+        view = Heavy(Settings())
+        hub = Hub(view)
+        running = asyncio.create_task(hub.run())
+        async with open_page(hub) as read:
+            await read()
+            await asyncio.sleep(0.6)
+        looks = view.num_looks
+        hub.end()
+        await running
+        assert looks <= 4, "10 ms of work, and then half a second without any"
+
+    asyncio.run(main())
+
+
+def test_an_opened_page_and_the_changes_after_it_agree() -> None:
+    async def test(view: RunView, hub: Hub) -> None:
+        view.tiles()["a"].update(state="done", done=4)
+        async with open_page(hub) as other, open_page(hub) as late:
+            await other()
+            await other()  # a tick: all have seen "a" as done
+            note = {"state": "computing", "done": 0}
+            view.tiles()["a"].update(note)
+            _, found = await late()
+            page = {one["name"]: one for one in found["devices"]}
+            assert {name: page["a"][name] for name in note} == note
+            view.tiles()["a"].update(state="done", done=4)
+            while page["a"]["state"] != "done":
+                event, found = await late()
+                for one in found["devices"]:
+                    page[one["name"]] = (page[one["name"]] if event == "changes" else {}) | one
+            assert page["a"]["done"] == 4
+
+    in_loop(test, "a")

@@ -6,12 +6,7 @@ import json
 import math
 
 from headwater.server.operations.round_log import row_to_dict
-from headwater.server.page.round_points import (
-    MAX_NAME_CHARACTERS,
-    part_point,
-    parts_of,
-    point_of,
-)
+from headwater.server.page.round_points import MAX_NAME_CHARACTERS, point_of
 from tests.round_rows import masked, row
 
 
@@ -20,9 +15,6 @@ def test_a_live_row_and_its_line_give_the_same_figures() -> None:
     line = json.loads(json.dumps(row_to_dict(live)))
     assert point_of(live) == point_of(line)
     assert (point_of(live)["k_min"], point_of(live)["k_max"]) == (2, 5)
-    assert [part_point(part, round_number=3) for part in parts_of(live)] == [
-        part_point(part, round_number=3) for part in parts_of(line)
-    ]
 
 
 def test_a_hidden_loss_and_a_broken_metric_are_unknown() -> None:

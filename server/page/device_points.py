@@ -1,0 +1,101 @@
+"""Each device's figures in a round, as the page draws them: one column for each figure.
+
+A simulation may commit ten rounds of a thousand devices between two looks at the page. So a round's
+figures are taken column by column, and one device's are put together when they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.server.page.round_points import Point, Row, field_of, finite
+from headwater.server.rounds.round_row import ClientRows
+
+# The field of a client's row for each figure; a masked client's row has those of its plan.
+PLAIN = {
+    "name": "name",
+    "k": "accumulation_steps",
+    "size": "micro_batch_size",
+    "examples": "num_examples",
+    "seconds": "seconds",
+    "loss": "loss",
+    "memory": "peak_bytes",
+    "reason": "reason",
+    "plan": "plan",
+}
+MASKED = PLAIN | {
+    "k": "planned_steps",
+    "size": "planned_micro_batch_size",
+    "examples": "planned_examples",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """The figures of a round's devices; ``names`` and every column have one value of each."""
+
+    round: int
+    names: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def of(self, name: str) -> Point | None:
+        """Return one device's figures; None if it is not in the round."""
+        try:
+            return self.point(self.names.index(name))
+        except ValueError:
+            return None
+
+    def point(self, at: int) -> Point:
+        """Return the figures of the device at a position; what is unknown or not finite is None."""
+        found = {name: finite(column[at]) for name, column in self.columns.items()}
+        return found | {"round": self.round, "memory": found["memory"] or None}
+
+    def only(self, names: Collection[str]) -> RoundParts:
+        """Return the figures of the devices that are among these names."""
+        kept = [at for at, name in enumerate(self.names) if name in names]
+        columns = {name: [column[at] for at in kept] for name, column in self.columns.items()}
+        return RoundParts(self.round, [self.names[at] for at in kept], columns)
+
+
+def parts_of(row: Row) -> RoundParts:
+    """Return the figures of a round's devices, from a live row or a line of rounds.jsonl."""
+    clients = field_of(row, "clients")
+    plain = _of_reports(clients) if isinstance(clients, ClientRows) else _of_rows(clients, PLAIN)
+    masked = _of_rows(field_of(row, "masked_clients") or (), MASKED)
+    columns = {name: plain[name] + masked[name] for name in PLAIN}
+    return RoundParts(field_of(row, "round"), columns.pop("name"), columns)
+
+
+def newest(rounds: Sequence[RoundParts]) -> Iterator[tuple[str, Point]]:
+    """Yield each device's name and its figures in the last of the rounds that it is in."""
+    seen: set[str] = set()
+    for parts in reversed(rounds):
+        for at, name in enumerate(parts.names):
+            if name not in seen:
+                yield name, parts.point(at)
+        seen.update(parts.names)
+
+
+def _of_rows(rows: Sequence[Any], fields: Mapping[str, str]) -> dict[str, list[Any]]:
+    return {name: [field_of(row, field) for row in rows] for name, field in fields.items()}
+
+
+def _of_reports(rows: ClientRows) -> dict[str, list[Any]]:
+    """Return what ``_of_rows`` would, without making a row with all its steps for each client."""
+    reports = rows.reports
+    return {
+        "name": [report.name for report in reports],
+        "k": [report.num_steps for report in reports],
+        "size": [report.micro_batch_size for report in reports],
+        "examples": [report.num_examples for report in reports],
+        "seconds": [report.seconds for report in reports],
+        "loss": [report.loss_sum / report.weight for report in reports],
+        "memory": [report.peak_bytes for report in reports],
+        "reason": [report.reason for report in reports],
+        "plan": [rows.plans[report.name].reason for report in reports],
+    }
