@@ -93,18 +93,21 @@ def pace(given: Numbers) -> dict[str, Any]:
 
 def run_settings(given: Numbers) -> tuple[dict[str, Any], float]:
     """Return a run's settings by dotted keys, and how much slower its slow devices are."""
+    devices, examples = given.whole("devices", 3, 60), given.whole("examples", 16, 2048)
     settings: dict[str, Any] = {
-        "simulation.clients": given.whole("devices", 3, 60),
+        "simulation.clients": devices,
         "plan.micro_batch_size": given.whole("size", 1, 64),
-        "plan.effective_batch_size": given.whole("examples", 16, 2048),
         "simulation.dropout": given.real("dropout", 0, 0.9),
     }
-    if (steps := given.whole("steps", 1, 32)) > 1:
+    steps, noise = given.whole("steps", 1, 32), given.real("noise", 0, 10)
+    if noise > 0:
+        settings |= {"privacy.noise_multiplier": max(noise, 0.01), "plan.accumulation_steps": 2}
+    elif steps == 1:
+        settings["plan.effective_batch_size"] = examples
+    if steps > 1:
         settings |= {"local.algorithm": "fedavg", "local.steps": steps}
-    if (noise := given.real("noise", 0, 10)) > 0:
-        settings |= {"privacy.noise_multiplier": max(noise, 0.01)}
-        settings |= {"plan.accumulation_steps": 2}
-        del settings["plan.effective_batch_size"]
+        if noise == 0:  # with K set, a local step is K micro-batches
+            settings["local.batch_size"] = max(examples // (devices * steps), 1)
     return settings, given.real("spread", 1, 32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import httpx
 import pytest
 
 from headwater.common.errors import InsecureAddress
+from headwater.common.settings.sources import load
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.guide.open_guide import open_guide
-from headwater.simulation.guide.run_lab import RunLab
-from headwater.simulation.guide.web import FILES, LABS, guide_app
+from headwater.simulation.guide.run_lab import TASK, RunLab
+from headwater.simulation.guide.web import FILES, LABS, Numbers, guide_app, run_settings
 
 
 @pytest.fixture
@@ -104,3 +107,25 @@ def test_a_run_is_watched_and_another_takes_its_place(lab: RunLab) -> None:
     assert second["points"][0]["round"] == 1
     assert second["points"][0]["num_invited"] == 3
     assert second["fault"] == ""
+
+
+def test_the_sliders_of_a_run_go_together_at_all_their_ends() -> None:
+    ends = {
+        "devices": (3, 60),
+        "size": (1, 64),
+        "examples": (16, 2048),
+        "dropout": (0, 0.9),
+        "steps": (1, 32),
+        "noise": (0, 10),
+    }
+    for chosen in itertools.product(*ends.values()):
+        given = dict(zip(ends, map(str, chosen), strict=True))
+        settings, _ = run_settings(Numbers(given))
+        with_fleet(load(None, settings | {"task": TASK}))
+
+
+def test_local_steps_divide_the_examples_of_a_round(lab: RunLab) -> None:
+    get(lab, "/run/start", devices=12, size=4, examples=192, steps=8)
+    lab.finish()
+    assert lab.fault == ""
+    assert {point["num_examples"] for point in lab.state()["points"]} == {192}
