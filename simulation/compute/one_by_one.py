@@ -71,10 +71,12 @@ class OneByOne:
         *,
         run_id: int,
         timeout_seconds: float | None,
+        accumulators: Sequence[Accumulator] | None = None,
     ) -> Iterator[Update | UpdateSeries | Dropout]:
         """Let devices carry out their plans on the model of this image, and store their positions.
 
-        The replies are in the devices' order; see ``train``.
+        The replies are in the devices' order; see ``train``. The vectors of a series are those of
+        the devices' ``accumulators`` if there are some.
         """
         columns = foreseen_alone(self._devices, clients, timeout_seconds=timeout_seconds)
         positions = columns.positions(np.arange(len(columns)))
@@ -89,7 +91,10 @@ class OneByOne:
                 continue
             at = np.array([row_of[one.part] for one in clients[block]])
             own = positions[ranges(starts[at], counts[at])]
-            for reply in self._series(columns.some(at), own):
+            vectors = (
+                self._some_accumulators(len(at)) if accumulators is None else accumulators[block]
+            )
+            for reply in self._series(columns.some(at), own, vectors):
                 if isinstance(reply, ClientPlan):
                     self._devices.trainer.loaded_model.load(run_id, reply.plan.model_version, model)
                     yield self._alone(reply)
@@ -102,11 +107,10 @@ class OneByOne:
         return max(min(TOGETHER_BYTES // num_bytes, MAX_TOGETHER), 1)
 
     def _series(
-        self, planned: RoundColumns, positions: Ints
+        self, planned: RoundColumns, positions: Ints, accumulators: Sequence[Accumulator]
     ) -> Iterator[UpdateSeries | ClientPlan]:
         """Sum the windows of a block; yield the updates, and the devices that must do it alone."""
         self._devices.trainer.checkpointed.set_up(planned.clients[0].name)
-        accumulators = self._some_accumulators(len(planned))
         found = self._passes.sum(planned, positions, accumulators)
         vectors = [accumulator.values_P for accumulator in accumulators]
         reports = CohortReports(

@@ -78,6 +78,14 @@ class CohortReports(ReportBatch):
             vitals=planned.vitals,
         )
 
+    @cached_property
+    def peak_bytes(self) -> Sequence[int]:
+        """The largest memory of each device's steps."""
+        planned = self.planned
+        firsts = np.cumsum(planned.num_steps) - planned.num_steps
+        peaks: list[int] = np.maximum.reduceat(planned.peak_bytes, firsts).tolist()
+        return peaks
+
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
         """See ``headwater.server.fleet.ReportBatch``."""
         columns, planned, norms = self.columns, self.planned, self.norms
@@ -262,6 +270,10 @@ class ReportView:
     @property
     def num_steps(self) -> int:
         return self._of.columns.num_steps[self._at]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._of.peak_bytes[self._at]
 
     @property
     def summed_weight(self) -> int:

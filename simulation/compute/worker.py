@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.client.training.accumulator import Accumulator
 from headwater.common.messages import Step, Update, UpdateReport
 from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.layout import ModelLayout
@@ -87,13 +89,15 @@ class TrainResult:
     """A computed piece: of each device its report, or the name and message of an error.
 
     The reports of foreseen devices are in ``blocks``, without the devices; ``replies`` has None for
-    each of them, in the order of the blocks.
+    each of them, in the order of the blocks. Their vectors were summed in their slots. ``seconds``
+    is what the piece took.
     """
 
     states: StateColumns
     checkpointed: list[str]
     blocks: list[CohortReports]
     replies: list[PlainReport | tuple[str, str] | None]
+    seconds: float
 
 
 STEP_FIELDS = tuple(one.name for one in fields(Step))
@@ -180,17 +184,19 @@ def work(connection: PipeEnd, descriptor: int, start: WorkerSettings) -> None:
     torch.set_num_threads(start.settings.threads or 1)
     keep_freed_memory()
     devices = Devices(start.settings)
-    shared = SharedVectors(
-        devices.trainer.image.layout, start.num_slots, start.num_workers, descriptor
-    )
+    image = devices.trainer.image
+    shared = SharedVectors(image.layout, start.num_slots, start.num_workers, descriptor)
     if start.frozen is not None:
         devices.trainer.loaded_model.frozen_source = shared.frozen(is_private=False), start.frozen
-        devices.trainer.image.adopt_frozen(shared.frozen(is_private=True), start.frozen)
+        image.adopt_frozen(shared.frozen(is_private=True), start.frozen)
     one_by_one = OneByOne(devices, note_begun=partial(shared.begun.__setitem__, start.number))
+    # Devices with parameters of their own are computed alone, and their vectors copied.
+    slots = [] if image.layout.num_local else shared.slots
+    accumulators = [Accumulator(image, slot) for slot in slots]
     freeze_loaded_objects()
     with rare_collections():
         for order in _orders(connection):
-            connection.send(_carried_out(order, devices, one_by_one, shared))
+            connection.send(_carried_out(order, devices, one_by_one, shared, accumulators))
 
 
 def _orders(connection: PipeEnd) -> Iterator[TrainOrder]:
@@ -218,30 +224,33 @@ def _orders(connection: PipeEnd) -> Iterator[TrainOrder]:
 
 
 def _carried_out(
-    order: TrainOrder, devices: Devices, one_by_one: OneByOne, shared: SharedVectors
+    order: TrainOrder,
+    devices: Devices,
+    one_by_one: OneByOne,
+    shared: SharedVectors,
+    accumulators: Sequence[Accumulator],
 ) -> TrainResult:
+    start = time.perf_counter()
     checkpointed, parts = devices.trainer.checkpointed, parts_of(order.clients)
     devices.positions.store(parts, order.states)
     for name in order.checkpointed:
         checkpointed.add(name)
     replies: list[PlainReport | tuple[str, str] | None] = []
     blocks: list[CohortReports] = []
-    slots = iter(order.slots)
     for reply in one_by_one.replies(
         order.clients,
         shared.image,
         run_id=order.run_id,
         timeout_seconds=order.timeout_seconds,
+        accumulators=[accumulators[slot] for slot in order.slots] if accumulators else None,
     ):
-        if isinstance(reply, UpdateSeries):
+        if isinstance(reply, UpdateSeries):  # its vectors are in their slots
             assert isinstance(reply.reports, CohortReports)
-            for values_P, slot in zip(reply.vectors, slots, strict=False):
-                shared.slots[slot].copy_(values_P)
-                replies.append(None)
+            replies += [None] * len(reply.vectors)
             blocks.append(reply.reports.without_clients())
             continue
-        slot = next(slots)
         if isinstance(reply, Update):
+            slot = order.slots[len(replies)]
             shared.slots[slot].copy_(reply.values_P)
             replies.append(plain_report(reply.report))
         else:
@@ -251,6 +260,7 @@ def _carried_out(
         checkpointed=[client.name for client in order.clients if client.name in checkpointed],
         blocks=blocks,
         replies=replies,
+        seconds=time.perf_counter() - start,
     )
 
 

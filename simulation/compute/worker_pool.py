@@ -6,11 +6,13 @@ through pipes, in pieces of many devices: a message for each device took longer 
 small model.
 
 Replies are passed on in the order of the devices, whichever worker finished first, so a run has the
-same bits and the same log for any number of workers. A vector waits for its turn in a slot of
-shared memory. The next devices, as many as there are slots, are computed or wait for their turn; of
-these the longest start first. A piece is a share of what remains, so the pieces become smaller and
-the workers finish together (Polychronopoulos and Kuck 1987, "Guided self-scheduling"). A worker
-prefers the devices that it had in earlier rounds, whose examples it has open.
+same bits and the same log for any number of workers. A vector is summed in a slot of shared memory
+and waits there for its turn. The next devices, as many as there are slots, are computed or wait for
+their turn. They start in their order, so that the server adds updates while the workers compute; a
+device that is a piece by itself starts first. A piece is a share of what remains, so the pieces
+become smaller and the workers finish together (Polychronopoulos and Kuck 1987, "Guided
+self-scheduling"), but not so small that its messages take longer than its devices. A worker prefers
+the devices that it had in earlier rounds, whose examples it has open.
 
 ``concurrent.futures.ProcessPoolExecutor`` does not fit: it does not say which device a dead worker
 was at, its workers outlive a killed simulator, and it cannot prefer a worker for a device.
@@ -56,8 +58,12 @@ from headwater.simulation.compute.worker import (
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 
 RUN_WORKER = "from headwater.simulation.compute.worker import main; main()"
-# Pieces that wait at a worker, in addition to the one that it carries out: it is never idle.
+# Pieces that wait at a worker, in addition to the one that it carries out, so that it is not idle.
 AHEAD = 1
+# A piece takes about so long or longer, by the last round's pace: each piece costs 2 ms of its own.
+LEAST_SECONDS = 0.008
+# Updates that are passed on together; the workers receive new pieces in between.
+MAX_RUN = 32
 # Slots for vectors: at most so many, and so many bytes, but at least two for each worker.
 MAX_SLOTS, SLOTS_BYTES = 256, 64 << 20
 
@@ -128,34 +134,60 @@ class _Worker:
 class RoundPieces:
     """The devices of a round that no worker has yet, in pieces of about equal work."""
 
-    def __init__(self, clients: Sequence[ClientPlan], num_workers: int) -> None:
+    def __init__(
+        self, clients: Sequence[ClientPlan], num_workers: int, *, least_work: float = 0.0
+    ) -> None:
+        """``least_work`` are the examples of a piece that is worth its messages."""
+        self._least_work = least_work
         self._own: list[list[_Numbered]] = [[] for _ in range(num_workers)]
         for at, client in enumerate(clients):
             self._own[client.part % num_workers].append((at, client))
         self._work = sum(client.plan.quota for client in clients)
 
+    @property
+    def are_last(self) -> bool:
+        """Whether only about one more piece for each worker is left."""
+        num_workers = len(self._own)
+        return sum(map(len, self._own)) <= num_workers or (
+            self._work <= num_workers * self._least_work
+        )
+
     def take(self, worker: int, *, end: int, most: int) -> list[_Numbered]:
         """Return a worker's next piece: at most ``most`` devices, numbered below ``end``, in order.
 
-        They are its own devices if some are left. The longest of them are first to be taken.
+        They are its own devices; if too few are left, others too. A device that would be a piece by
+        itself is taken before others.
         """
+        share = self._work / (2 * len(self._own))
+        piece, work = list[_Numbered](), 0
         for own in [self._own[worker], *sorted(self._own, key=len, reverse=True)]:
+            if piece and work >= self._least_work:
+                break
             free = [one for one in own if one[0] < end]
-            if free:
-                break
-        else:
-            return []
-        free.sort(key=lambda one: one[1].plan.quota, reverse=True)
-        share, piece, work = self._work / (2 * len(self._own)), list[_Numbered](), 0
-        for one in free[:most]:
-            piece.append(one)
-            work += one[1].plan.quota
-            if work >= share:
-                break
+            free.sort(key=lambda one: -quota if (quota := one[1].plan.quota) >= share else 0)
+            num_before = len(piece)
+            for one in free:
+                if len(piece) == most or (piece and work >= max(share, self._least_work)):
+                    break
+                piece.append(one)
+                work += one[1].plan.quota
+            taken = {at for at, _ in piece[num_before:]}
+            own[:] = [one for one in own if one[0] not in taken]
         self._work -= work
-        taken = {at for at, _ in piece}
-        own[:] = [one for one in own if one[0] not in taken]
         return sorted(piece, key=itemgetter(0))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pace:
+    """What the workers computed in a round: the plans' examples, and the seconds they took."""
+
+    work: int = 0
+    seconds: float = 0.0
+
+    @property
+    def least_work(self) -> float:
+        """Return the examples of LEAST_SECONDS; 0 before anything was computed."""
+        return LEAST_SECONDS * self.work / self.seconds if self.seconds else 0.0
 
 
 class WorkerPool:
@@ -164,6 +196,7 @@ class WorkerPool:
     def __init__(self, devices: Devices, number: int) -> None:
         """Start the processes; they load torch and the task while this one goes on."""
         self._devices = devices
+        self._pace = _Pace()
         layout = devices.trainer.image.layout
         fitting = min(SLOTS_BYTES // (4 * layout.num_parameters), MAX_SLOTS)
         self._num_slots = max(fitting, (1 + AHEAD) * number)
@@ -208,22 +241,23 @@ class WorkerPool:
         while any(worker.orders for worker in self._workers):
             self._receive()  # results of a round that was aborted
         self._shared.image[:] = image.buffer()
-        pieces = RoundPieces(clients, len(self._workers))
+        pieces = RoundPieces(clients, len(self._workers), least_work=self._pace.least_work)
+        self._pace = _Pace()
         replies: dict[int, Update | _Foreseen | Dropout] = {}
         at = 0
         while at < len(clients):
-            while at not in replies:
-                self._hand_out(pieces, at, run_id, timeout_seconds)
-                for piece, result in self._receive():
-                    replies |= self._replies(piece, result)
-            reply = replies.pop(at)
+            self._hand_out(pieces, at, run_id, timeout_seconds)
+            for piece, result in self._receive(is_patient=at not in replies):
+                replies |= self._replies(piece, result)
+            reply = replies.pop(at, None)
             if not isinstance(reply, _Foreseen):
-                yield reply
-                at += 1
+                if reply is not None:
+                    yield reply
+                    at += 1
                 continue
             run = [reply]
             while isinstance(following := replies.get(at + len(run)), _Foreseen):
-                if not reply.is_like(following):
+                if len(run) == MAX_RUN or not reply.is_like(following):
                     break
                 del replies[at + len(run)]
                 run.append(following)
@@ -240,6 +274,8 @@ class WorkerPool:
         """
         end, most = current + self._num_slots, self._num_slots // ((1 + AHEAD) * len(self._workers))
         for depth in range(1 + AHEAD):
+            if depth and pieces.are_last:  # for the worker that is free first
+                return
             for worker in self._workers:
                 if len(worker.orders) <= depth:
                     piece = pieces.take(worker.number, end=end, most=most)
@@ -269,11 +305,12 @@ class WorkerPool:
         except OSError as error:
             raise self._died(worker) from error
 
-    def _receive(self) -> list[tuple[list[_Numbered], TrainResult]]:
-        """Wait for results; return the pieces that were computed, with their results."""
+    def _receive(self, *, is_patient: bool = True) -> list[tuple[list[_Numbered], TrainResult]]:
+        """Return the pieces that were computed, with their results; wait for one if patient."""
         busy = {worker.connection: worker for worker in self._workers if worker.orders}
         results: list[tuple[list[_Numbered], TrainResult]] = []
-        for connection in wait(cast(list[Connection], list(busy))):
+        timeout_seconds = None if is_patient else 0
+        for connection in wait(cast(list[Connection], list(busy)), timeout_seconds):
             worker = busy[cast(PipeEnd, connection)]
             try:
                 result = worker.connection.recv()
@@ -286,6 +323,8 @@ class WorkerPool:
         self, piece: list[_Numbered], result: TrainResult
     ) -> dict[int, Update | _Foreseen | Dropout]:
         """Store the new positions of a piece's devices; return their replies by their numbers."""
+        self._pace.work += sum(client.plan.quota for _, client in piece)
+        self._pace.seconds += result.seconds
         self._devices.positions.store(parts_of([one for _, one in piece]), result.states)
         for name in result.checkpointed:
             self._devices.trainer.checkpointed.add(name)

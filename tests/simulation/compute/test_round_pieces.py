@@ -30,11 +30,16 @@ def clients_of(quotas: Sequence[int]) -> list[ClientPlan]:
     ]
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 4), st.integers(1, 9))
+@given(
+    st.lists(st.integers(1, 50), max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.floats(0, 200),
+)
 def test_pieces_hold_each_device_once_and_are_in_order(
-    quotas: list[int], num_workers: int, most: int
+    quotas: list[int], num_workers: int, most: int, least_work: float
 ) -> None:
-    pieces = RoundPieces(clients_of(quotas), num_workers)
+    pieces = RoundPieces(clients_of(quotas), num_workers, least_work=least_work)
     found: list[int] = []
     turn = 0
     while piece := pieces.take(turn % num_workers, end=MANY, most=most):
@@ -69,9 +74,32 @@ def test_devices_without_a_slot_wait() -> None:
     assert pieces.take(0, end=1, most=6) == []
 
 
-def test_the_longest_quotas_start_first() -> None:
+def test_a_device_that_is_a_piece_by_itself_starts_first() -> None:
     pieces = RoundPieces(clients_of([1, 1, 9, 1]), 1)
     assert [at for at, _ in pieces.take(0, end=MANY, most=4)] == [2]
+
+
+def test_a_short_device_keeps_its_place_so_that_those_behind_it_need_not_wait() -> None:
+    pieces = RoundPieces(clients_of([2, 1, *[2] * 10]), 1)
+    assert [at for at, _ in pieces.take(0, end=MANY, most=12)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_no_piece_but_the_last_is_shorter_than_the_least_work() -> None:
+    pieces = RoundPieces(clients_of([3] * 64), 2, least_work=30)
+    sizes: list[int] = []
+    while piece := pieces.take(len(sizes) % 2, end=MANY, most=64):
+        sizes.append(len(piece))
+    assert sizes == [16, 12, 10, 10, 10, 6]
+
+
+def test_the_last_pieces_are_about_one_for_each_worker() -> None:
+    pieces = RoundPieces(clients_of([10] * 8), 2, least_work=15)
+    assert not pieces.are_last
+    for worker in (0, 1):
+        pieces.take(worker, end=MANY, most=8)
+    assert not pieces.are_last  # 40 examples
+    pieces.take(0, end=MANY, most=8)
+    assert pieces.are_last
 
 
 @pytest.mark.parametrize("num_steps", [0, 2])
