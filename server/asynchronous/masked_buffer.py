@@ -17,13 +17,37 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from headwater.common.messages import Plan
+from headwater.common.settings.schema import SecureSettings
 from headwater.server.rounds.masked_rounds import clients_by_model
+from headwater.server.secagg.parameters import most_members
 
 
 def in_sessions(ready: Collection[str], plans: Mapping[str, Plan], *, least: int) -> list[str]:
     """Return the ready clients that could be in sessions now: at least ``least`` of their model."""
     groups = clients_by_model(ready, plans).values()
     return [name for names in groups if len(names) >= least for name in names]
+
+
+def with_graphs(
+    names: Collection[str], plans: Mapping[str, Plan], *, secure: SecureSettings
+) -> list[str]:
+    """Return the clients that sessions take now: the first of each model for whom a graph exists.
+
+    Raises:
+        NoSuchGraph: a session would have fewer than ``secure.min_members``.
+    """
+    assert secure.aggregation != "off"
+    found = []
+    for group in clients_by_model(names, plans).values():
+        number = most_members(
+            len(group),
+            least=secure.min_members,
+            mode=secure.aggregation,
+            corrupted=secure.corrupted,
+            dropout=secure.dropout,
+        )
+        found += group[:number]
+    return found
 
 
 def without_company(
@@ -40,7 +64,7 @@ def joined(
     """Return new plans of one model, which say how many clients have a plan of it; or none.
 
     There is none if no session could come of them: a device carries out no plan for fewer clients
-    than its own minimum. ``earlier`` are the plans that are out.
+    than its own minimum. ``earlier`` are the plans that are answered or may still be.
     """
     versions = {plan.model_version for plan in new.values()}
     number = len(new) + sum(plan.model_version in versions for plan in earlier.values())

@@ -11,6 +11,7 @@ remaining clients. The server learns public keys, ciphertexts and commitments he
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from headwater.common.errors import (
     CorruptUpdate,
     HeadwaterError,
     SessionMismatch,
+    SessionRefused,
     SignatureRefused,
     TooFewSurvivors,
     WrongShare,
@@ -42,6 +44,7 @@ from headwater.server.secagg.parameters import (
     SessionSetup,
     check_enough,
     check_reply,
+    most_members,
     parameters_of,
 )
 from headwater.server.secagg.unmask_phase import MaskedSum
@@ -102,14 +105,42 @@ class KeysPhase:
             raise SignatureRefused(f"{sender}: its keys are not signed, in active mode")
         return replace(self, keys={**self.keys, sender: keys})
 
+    @property
+    def excluded(self) -> dict[str, HeadwaterError]:
+        """The clients that answered but are not in U1, as there is no graph of so many members.
+
+        Each session excludes others.
+
+        Raises:
+            NoSuchGraph: too few would remain.
+        """
+        setup, num_ready = self.setup, len(self.keys)
+        number = most_members(
+            num_ready,
+            least=setup.least_members,
+            mode=setup.mode,
+            corrupted=setup.corrupted,
+            dropout=setup.dropout,
+        )
+        if number == num_ready:
+            return {}
+        reason = SessionRefused(
+            f"{setup.number}: {num_ready} devices are ready, and there is no mask graph of so "
+            f"many: the session has {number} of them"
+        )
+        seed = str(setup.number).encode()
+        order = sorted(self.keys, key=lambda name: hashlib.sha256(seed + name.encode()).digest())
+        return dict.fromkeys(order[number:], reason)
+
     def close(self) -> DealPhase:
-        """Fix U1 and the parameters.
+        """Fix U1, the clients that answered and are not ``excluded``, and the parameters.
 
         Raises:
             TooFewSurvivors: fewer members than a session needs.
-            NoSuchGraph: under the assumptions no graph is dense enough for this many members.
+            NoSuchGraph: see ``excluded``.
         """
         check_enough(self.keys, self.setup, what="advertised keys")
+        excluded = self.excluded
         members = [
             Member(
                 name=name,
@@ -120,6 +151,7 @@ class KeysPhase:
                 planned_weight=self.setup.planned_weights[name],
             )
             for name, keys in sorted(self.keys.items())
+            if name not in excluded
         ]
         parameters = parameters_of(self.setup, members)
         session = session_of(parameters, members, model_digest=self.setup.model_digest)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headwater.common.errors import LateUpdate, TooFewSurvivors, UnexpectedUpdate
+from headwater.common.errors import (
+    LateUpdate,
+    NoSuchGraph,
+    TooFewSurvivors,
+    UnexpectedUpdate,
+)
 from headwater.common.privacy.clip_bit import bit_scalar
 from headwater.common.privacy.noise_shares import check_room, private_clip
 from headwater.common.privacy_terms import PrivacyTerms
@@ -70,6 +76,47 @@ class SessionSetup:
     def least_survivors(self, num_shared: int) -> int:
         """Return how many of ``num_shared`` members must survive; the clients require it too."""
         return ceil_fraction(self.min_survivors, num_shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def most_members(
+    num_ready: int, *, least: int, mode: Mode, corrupted: float, dropout: float
+) -> int:
+    """Return how many of so many ready clients a session takes: all, if there is a graph of them.
+
+    There is none from some number on, as no client has more than 255 neighbours; and a few smaller
+    numbers have none, as so many corrupted and dropped clients are rounded up. Bisection then finds
+    a number that has a graph, while the next one has none.
+
+    Raises:
+        NoSuchGraph: the session would have fewer than ``least`` members.
+    """
+
+    def has_graph(number: int) -> bool:
+        try:
+            graph_size(
+                number, corrupted=corrupted, dropout=dropout, mode=mode, security_bits=SECURITY_BITS
+            )
+        except NoSuchGraph:
+            return False
+        return True
+
+    if num_ready <= MAX_COMPLETE or has_graph(num_ready):
+        return num_ready
+    found, too_many = MAX_COMPLETE, num_ready
+    while too_many - found > 1:
+        middle = (found + too_many) // 2
+        if has_graph(middle):
+            found = middle
+        else:
+            too_many = middle
+    if found < least:
+        raise NoSuchGraph(
+            f"{num_ready} devices are ready, and a session may have {found} of them, but needs "
+            f"{least}: no sparse graph of more devices tolerates {corrupted:.1%} corrupted and "
+            f"{dropout:.1%} dropped out in {mode} mode"
+        )
+    return found
 
 
 def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:

@@ -29,7 +29,7 @@ from headwater.common.settings.schema import SecureSettings
 from headwater.server.fleet import Dropout, Fleet
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.encoding_state import EncodingState
-from headwater.server.secagg.key_phases import CheckPhase, DealPhase, open_session
+from headwater.server.secagg.key_phases import CheckPhase, DealPhase, KeysPhase, open_session
 from headwater.server.secagg.mask_phases import MaskPhase, SignPhase
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
@@ -164,9 +164,11 @@ def run_session(
             state = _exchange(state, requests, fleet, bounds, phase_seconds, refuse, evidence)
         if isinstance(state, CheckPhase):
             evidence.add_complaints(state.complaints)
+        if isinstance(state, KeysPhase | CheckPhase):
             for name, reason in state.excluded.items():
-                log.warning("%s: %s", reason.code, reason)
                 refuse(name, reason)
+            for line in dict.fromkeys(f"{why.code}: {why}" for why in state.excluded.values()):
+                log.warning("%s", line)
         state = (
             state.close(num_threads=torch.get_num_threads())
             if isinstance(state, UnmaskPhase)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headwater.common.messages import Plan
-from headwater.server.asynchronous.masked_buffer import in_sessions, joined, without_company
+from headwater.common.settings.schema import SecureSettings
+from headwater.server.asynchronous.masked_buffer import (
+    in_sessions,
+    joined,
+    with_graphs,
+    without_company,
+)
 
 
 def plans_of(**versions: int) -> Mapping[str, Plan]:
@@ -30,6 +36,16 @@ def test_updates_are_in_a_session_if_enough_of_their_model_are_ready() -> None:
     assert in_sessions(["a", "d", "e", "f", "g", "h"], PLANS, least=3) == ["f", "g", "h"]
     assert in_sessions(["c", "b", "a", "i", "h", "g"], PLANS, least=3) == [*"cbaihg"]
     assert in_sessions([], PLANS, least=3) == []
+
+
+def test_the_updates_that_came_last_wait_if_there_is_no_graph_of_all() -> None:
+    early, late = [f"a{number}" for number in range(64)], ["b", "c"]
+    plans = plans_of(x=2, y=2, z=2, **dict.fromkeys([*early, *late], 1))
+    ready = [*early[:32], "x", "y", *early[32:], *late, "z"]
+    secure = SecureSettings(aggregation="semi-honest", corrupted=0.5, dropout=0.5)
+    assert with_graphs(ready, plans, secure=secure) == [*early, "x", "y", "z"]
+    usual = SecureSettings(aggregation="semi-honest")
+    assert set(with_graphs(ready, plans, secure=usual)) == set(ready)
 
 
 def test_an_update_has_company_as_long_as_enough_of_its_model_are_ready_or_at_work() -> None:

@@ -143,6 +143,18 @@ def holds_sum_of(cast: Cast, result: SessionResult, *names: str) -> None:
 # -- before anybody has masked: another attempt with the same updates
 
 
+@pytest.mark.slow
+def test_a_session_whose_size_has_no_graph_goes_on_without_the_surplus() -> None:
+    cast = Cast(66, corrupted=0.5, dropout=0.5)
+    result = SessionResult(cast, {})
+    others = sorted(cast.parties.keys() - result.refused.keys())
+    assert len(others) == 64
+    holds_sum_of(cast, result, *others)
+    assert result.left_out == {}
+    for error in result.refused.values():
+        assert "66 devices are ready, and there is no mask graph of so many" in str(error)
+
+
 def test_an_unknown_device_costs_one_attempt_and_no_update() -> None:
     cast = with_stranger(4)
     result = SessionResult(cast, {})

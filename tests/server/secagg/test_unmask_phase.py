@@ -16,11 +16,17 @@ from headwater.common.errors import (
     WrongShare,
 )
 from headwater.common.secagg.graph import graph_size
-from headwater.common.secagg.protocol import MAX_COMPLETE, Member, SessionNumber, next_number
+from headwater.common.secagg.protocol import (
+    MAX_COMPLETE,
+    KeysReply,
+    Member,
+    SessionNumber,
+    next_number,
+)
 from headwater.common.secagg.session import session_of
 from headwater.server.secagg.key_phases import KeysPhase, open_session, resolve_complaints
 from headwater.server.secagg.mask_phases import MaskPhase
-from headwater.server.secagg.parameters import SessionSetup, parameters_of
+from headwater.server.secagg.parameters import SessionSetup, most_members, parameters_of
 from headwater.server.secagg.unmask_phase import UnmaskedSum, UnmaskPhase
 from tests.faults import FaultPlan
 from tests.secagg import ACTIONS, MODEL, PLANNED, Cast, Played
@@ -71,6 +77,43 @@ def test_a_cohort_without_a_dense_enough_graph_is_refused_by_a_named_error() -> 
     chosen = make_setup(mode="active", dropout=0.3)
     with pytest.raises(NoSuchGraph):
         parameters_of(chosen, members(1000))
+
+
+@pytest.mark.parametrize("mode", ["semi-honest", "active"])
+def test_a_session_takes_the_members_of_whom_there_is_a_graph(mode: Any) -> None:
+    """With these fractions there is none above 64, and with the last ones none above some size."""
+    chosen: dict[str, Any] = {"mode": mode, "corrupted": 0.5, "dropout": 0.5}
+    assert [most_members(number, least=3, **chosen) for number in (64, 65, 300)] == [64] * 3
+    with pytest.raises(NoSuchGraph, match="300 devices are ready, and a session may have 64"):
+        most_members(300, least=65, **chosen)
+    usual: dict[str, Any] = {"mode": mode, "corrupted": 0.1, "dropout": 0.1}
+    assert [most_members(number, least=3, **usual) for number in (65, 300)] == [65, 300]
+    many: dict[str, Any] = {"mode": "active", "corrupted": 0.2, "dropout": 0.3}
+    found = most_members(400, least=3, **many)
+    graph_size(found, **many)
+    with pytest.raises(NoSuchGraph):
+        graph_size(found + 1, **many)
+
+
+def test_each_session_that_takes_fewer_members_leaves_out_others() -> None:
+    def left_out(attempt: int) -> set[str]:
+        number = SessionNumber(1, attempt)
+        names = [one.name for one in members(67)]
+        weights = dict.fromkeys(names, PLANNED)
+        chosen = make_setup(number=number, planned_weights=weights, corrupted=0.5, dropout=0.5)
+        keys = {
+            one.name: KeysReply(
+                name=one.name, mask_key=one.mask_key, sharing_key=one.sharing_key, has_aes=True
+            )
+            for one in members(67)
+        }
+        phase = KeysPhase(setup=chosen, keys=keys)
+        assert phase.close().session.members.keys() == set(names) - phase.excluded.keys()
+        return {*phase.excluded}
+
+    found = [left_out(attempt) for attempt in (1, 2)]
+    assert [len(names) for names in found] == [3, 3]
+    assert found[0] != found[1]
 
 
 def test_aes_is_chosen_only_if_all_members_have_instructions_for_it() -> None:
