@@ -20,7 +20,12 @@ from headwater.common.errors import HeadwaterError, StaleUpdate, TooFewOfModel
 from headwater.common.messages import Plan, ReadyReport, Update
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
-from headwater.server.asynchronous.masked_buffer import in_sessions, joined, without_company
+from headwater.server.asynchronous.masked_buffer import (
+    in_sessions,
+    joined,
+    with_graphs,
+    without_company,
+)
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
@@ -58,7 +63,7 @@ class BufferedRounds:
         """Each plan that is out."""
         self._owned: dict[str, int] = {}
         self._exceptions: dict[str, str] = {}
-        secure = settings.secure
+        self._secure = secure = settings.secure
         self._least = None if secure.aggregation == "off" else secure.min_members
         """The fewest members of a secure session; None without masks."""
         self._waiting: dict[str, ReadyReport] = {}
@@ -148,14 +153,14 @@ class BufferedRounds:
         watch.lap("plan")
         self._owned |= planned.owned
         self._exceptions |= planned.exceptions
-        plans = {**self._plans, **self._joined(planned.plans)}
+        plans = {**self._plans, **self._joined(planned.plans, self._plans)}
         return (
             replace(planned, plans=plans, owned=self._owned, exceptions=self._exceptions),
             min(num_updates, len(plans)),
         )
 
-    def _joined(self, new: Mapping[str, Plan]) -> Mapping[str, Plan]:
-        return new if self._least is None else joined(new, self._plans, least=self._least)
+    def _joined(self, new: Mapping[str, Plan], earlier: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        return new if self._least is None else joined(new, earlier, least=self._least)
 
     def _give_up_stale(self, rule: StalenessRule, opened: OpenRound) -> None:
         """Stop waiting for updates that would be refused: their clients get newer plans sooner.
@@ -202,10 +207,15 @@ class BufferedRounds:
         return min(num_updates, hopeful)
 
     def _close_buffer(self, opened: OpenRound) -> None:
-        """Leave in the round the masked updates that are in a session; the others wait on."""
+        """Leave in the round the masked updates that are in a session; the others wait on.
+
+        Raises:
+            NoSuchGraph: see ``with_graphs``.
+        """
         if self._least is None:
             return
-        chosen = set(in_sessions(opened.ready, opened.plans, least=self._least))
+        names = in_sessions(opened.ready, opened.plans, least=self._least)
+        chosen = set(with_graphs(names, opened.plans, secure=self._secure))
         self._waiting = {n: one for n, one in opened.ready.items() if n not in chosen}
         opened.ready = {n: one for n, one in opened.ready.items() if n in chosen}
 
@@ -243,7 +253,8 @@ class BufferedRounds:
             busy=self._plans.keys(),
             num_updates=num_updates,
         )
-        plans = self._joined(planned.plans)
+        left = {name: one for name, one in self._plans.items() if name not in opened.refused}
+        plans = self._joined(planned.plans, left)
         self._plans |= plans
         self._owned |= planned.owned
         self._exceptions |= planned.exceptions
@@ -261,7 +272,8 @@ class BufferedRounds:
         return {name: opened.plans[name] for name in done}
 
     def _dispatch(self, training: Training, plans: Mapping[str, Plan]) -> None:
-        self._plans_out.add(plans, version=training.round)
+        if self._plans_out.add(plans, version=training.round):
+            training.publish()  # a standby takes the answers to them too
         if self._least is not None:
             oldest = min((plan.model_version for plan in self._plans.values()), default=0)
             training.masked.note_sent(training.round, oldest=oldest)

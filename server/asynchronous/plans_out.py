@@ -67,14 +67,16 @@ class PlansOut:
                 error,
             )
 
-    def add(self, plans: Mapping[str, Plan], *, version: int) -> None:
+    def add(self, plans: Mapping[str, Plan], *, version: int) -> bool:
         """Note plans before they are sent with the model ``version``, and drop those too stale.
+
+        Returns whether the file was written.
 
         Raises:
             StateError: the file cannot be written.
         """
         if not self._is_kept:
-            return
+            return False
         for name, plan in plans.items():
             self._plans.setdefault(name, {})[plan.round] = plan
         oldest = version - self._max_staleness
@@ -84,7 +86,7 @@ class PlansOut:
             if not left:
                 del self._plans[name]
         if self._path is None or not plans:
-            return
+            return False
         plain = {
             name: [one.model_dump_json() for one in own.values()]
             for name, own in self._plans.items()
@@ -93,6 +95,7 @@ class PlansOut:
             write_atomically(self._path, json.dumps(plain).encode())
         except OSError as error:
             raise StateError(f"cannot write {self._path}: {error.strerror}") from error
+        return True
 
     def of(self, name: str, round_number: int) -> Plan | None:
         """Return the plan of a round that a client may answer; None if there is none."""

@@ -180,8 +180,7 @@ class RunControl(Observer):
             if (report := opened.accepted.get(name)) is not None:
                 record.note_vitals(report.vitals)
                 record.seconds = report.seconds
-                largest = max((step.peak_bytes for step in report.steps), default=0)
-                record.peak_bytes = largest or None  # private updates report 0
+                record.peak_bytes = report.peak_bytes or None  # private updates report 0
             if (ready := opened.ready.get(name)) is not None:
                 record.note_vitals(ready.vitals)
                 record.seconds = ready.seconds

@@ -208,7 +208,7 @@ def client_row(
             if takes_local_steps
             else [found.variance if found else None for found in estimates_after_steps(steps)]
         ),
-        peak_bytes=max((step.peak_bytes for step in steps), default=0),
+        peak_bytes=report.peak_bytes,
         reason=report.reason,
         plan=plan_reason,
     )
@@ -221,7 +221,7 @@ class ClientRows(Sequence[ClientRow]):
         self.reports: Sequence[ReportFields] = [
             accepted[name] for name in plans if name in accepted
         ]
-        self._plans = plans
+        self.plans = plans
 
     def __len__(self) -> int:
         return len(self.reports)
@@ -236,7 +236,7 @@ class ClientRows(Sequence[ClientRow]):
         return self._row(self.reports[at])
 
     def _row(self, report: ReportFields) -> ClientRow:
-        plan = self._plans[report.name]
+        plan = self.plans[report.name]
         return client_row(report, plan_reason=plan.reason, takes_local_steps=plan.takes_local_steps)
 
 

@@ -138,8 +138,9 @@ class Training:
     def share(self, publish: Callable[[], None]) -> None:
         """Call ``publish`` when the run's folder holds what must outlive this server.
 
-        That is after each checkpoint, and before a sum is used whose noise is spent by it, or a
-        secure session whose number may be used once.
+        That is after each checkpoint; before a sum is used whose noise is spent by it, or a secure
+        session whose number may be used once; and before asynchronous plans are sent that a device
+        may answer days later.
         """
         self.publish = self.masked.publish = publish
         if self.privacy is not None:

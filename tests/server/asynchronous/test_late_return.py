@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from headwater.client.flower.node import NodeAnswer
 from headwater.common.errors import ConnectionLost
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
+from headwater.common.messages import Plan
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
+from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import run
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
+from headwater.server.standby.shared_files import SharedFiles
+from headwater.server.standby.shared_folder import SharedFolder
+from headwater.server.standby.shared_run import open_run
+from headwater.server.standby.term_record import NAME, TermRecord
 from tests.masked import RUN, NodeDevice, settings_of
 from tests.server.flower.test_registration import Wire
 from tests.tasks import TwoLayers, gradient_sum
@@ -107,14 +114,19 @@ class Models(Observer):
         self.models.append(flat_P.detach().clone())
 
 
-def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
-    settings = settings_of(
-        rounds=12,
+def asynchronous(*, num_windows: int = NUM_WINDOWS, **changes: Any) -> Settings:
+    """Return settings of steps that each take one update."""
+    return settings_of(
         cohort={"min_clients": 1},
         plan={"accumulation_steps": 3, "micro_batch_size": QUOTA // 3},
         optimizer={"name": "sgd", "learning_rate": RATE},
-        asynchronous={"is_on": True, "buffer": 1, "offline_windows": NUM_WINDOWS},
+        asynchronous={"is_on": True, "buffer": 1, "offline_windows": num_windows},
+        **changes,
     )
+
+
+def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
+    settings = asynchronous(rounds=12)
     link, rows = Link(tmp_path), list[RoundRow]()
     fleet, seen = GridFleet(link), Models(link, back_after=6)
     rounds = BufferedRounds(fleet, settings)
@@ -134,3 +146,43 @@ def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path
     assert after_P == pytest.approx(before_P - RATE * mean_P, rel=2**-21, abs=2**-21)
     again = next(row for row in rows[late.round :] if "d1" in row.model_versions)
     assert (again.model_versions["d1"], again.num_windows) == (late.round, {})
+
+
+class Followed(Link):
+    """A network where, whenever plans are sent, the test reads what a standby would have."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        super().__init__(folder)
+        self.sent: list[tuple[str, Plan]] = []
+        self.known: list[Plan | None] = []
+        self._store = SharedFolder(Path(str(settings.standby.shared_state)))
+        self._standby = settings.model_copy(update={"out": folder / "standby"})
+
+    def dispatch(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        found = self._store.read(NAME)
+        assert found is not None
+        assert self._standby.out is not None
+        SharedFiles(self._store, self._standby.out).download(TermRecord.of(found[0]))
+        for message in sent:
+            name, plan = f"d{message.metadata.dst_node_id}", records.read(message.content, Plan)
+            plans = PlansOut(self._standby)
+            plans.restore(version=plan.model_version, counted={})
+            self.sent.append((name, plan))
+            self.known.append(plans.of(name, plan.round))
+        return super().dispatch(sent)
+
+
+def test_a_standby_has_each_plan_before_a_device_gets_it(tmp_path: Path) -> None:
+    """Or else it would refuse what a device has summed under the plan without a link."""
+    standby = {"shared_state": str(tmp_path / "shared")}
+    chosen = asynchronous(num_windows=2, rounds=2, out=tmp_path / "out", standby=standby)
+    shared = open_run(chosen, lambda *, resume: chosen, is_standby=False, resume=False)
+    assert shared is not None
+    link = Followed(tmp_path, chosen)
+    fleet, training = GridFleet(link), Training(chosen, run_id=RUN)
+    training.share(shared.publish)
+    with shared.serving():
+        run(training, fleet, on_round=lambda _: None, run_round=BufferedRounds(fleet, chosen))
+    assert {name for name, _ in link.sent} == {"d1", "d2"}
+    assert link.known == [plan for _, plan in link.sent]
