@@ -133,21 +133,22 @@ class Branches:
         """The messages whose answers are awaited."""
         return [*self._pending]
 
-    def awaits_lists(self) -> bool:
-        """Return whether the round's plan has to wait for an aggregator's list."""
-        now = self._clock()
+    def awaited(self) -> list[str]:
+        """Return the aggregators for whose lists the round's plan has to wait."""
+        now, names = self._clock(), list[str]()
         for branch in self._branches.values():
             if branch.is_fresh or branch.is_silent:
                 continue
             if branch.asked_at is None or now - branch.asked_at < SILENT_BRANCH_SECONDS:
-                return True
+                names.append(branch.name)
+                continue
             branch.is_silent, branch.devices = True, {}
             log.warning(
                 "%s has not listed its devices for %g s: the rounds go on without them",
                 branch.name,
                 SILENT_BRANCH_SECONDS,
             )
-        return False
+        return names
 
     def take(self, reply: Message) -> bool:
         """Take an aggregator's list; return False for any other reply."""

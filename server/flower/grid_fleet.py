@@ -38,7 +38,6 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.system.bounded_memory import BoundedMemory
-from headwater.common.wording import counted
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.branches import DividedPlans
@@ -118,7 +117,7 @@ class GridFleet:
             self._own.while_waiting = partial(self._registration.ask_newcomers, request)
         next_notice = time.monotonic() + FIRST_NOTICE_SECONDS
         next_refusals = time.monotonic() + REFUSALS_SECONDS
-        needed, refusals = counted(min_clients, "client"), self._registration.refusals
+        refusals = self._registration.refusals
         while True:
             self._registration.update(request)
             reports, refused = self._registration.clients(), self._registration.refused
@@ -134,7 +133,7 @@ class GridFleet:
                 refusals.log()
                 next_refusals = time.monotonic() + REFUSALS_SECONDS
             if may_begin and time.monotonic() >= next_notice:
-                log.warning("waiting: %d of %s joined", len(reports), needed)
+                log.warning("%s", self._registration.awaited(min_clients=min_clients))
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 

@@ -97,7 +97,7 @@ class Registration:
         devices of a fleet start at about the same time; the wait ends even if more newcomers come.
         No later round waits for a newcomer.
         """
-        if self.branches.awaits_lists() or len(self.clients()) < min_clients:
+        if self.branches.awaited() or len(self.clients()) < min_clients:
             return False
         if not self._has_begun:
             now = self._clock()
@@ -108,6 +108,16 @@ class Registration:
                 one.is_repeat or one.at < now - patience for one in self._pending.values()
             )
         return self._has_begun
+
+    def awaited(self, *, min_clients: int) -> str:
+        """Say what a round waits for that may not begin."""
+        number = len(self.clients())
+        if number < min_clients:
+            return f"waiting: {number} of {counted(min_clients, 'client')} joined"
+        if names := self.branches.awaited():
+            return f"waiting for the list of devices of {', '.join(names)}"
+        number = sum(not one.is_repeat for one in self._pending.values())
+        return f"waiting for {counted(number, 'newcomer')} to answer"
 
     def clients(self) -> dict[str, DeviceReport]:
         """Return the descriptions of all clients by name: the nodes' own, and the aggregators'.

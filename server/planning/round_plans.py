@@ -222,7 +222,10 @@ class RoundPlanner:
             num_too_slow=len(selection.left_out),
             num_epoch_examples=_epoch_examples(owned.values(), len(clients.reports)),
             num_bounded=len(bounded),
-            metrics=_common_metrics([clients.reports[name] for name in names]) if is_masked else (),
+            # A busy client may have left.
+            metrics=_common_metrics([clients.reports[n] for n in names if n in clients.reports])
+            if is_masked
+            else (),
         )
 
     def _select(

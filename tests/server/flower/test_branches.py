@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from flwr.app import Message
 
-from headwater.common.branch_messages import Members, MembersRequest
+from headwater.common.branch_messages import MEMBERS, Members, MembersRequest
 from headwater.common.errors import AggregatorRefused, ConnectionLost, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DeviceReport, Plan
 from headwater.common.settings.schema import Settings
 from headwater.server.app import refusal_of_branch
 from headwater.server.fleet import Dropout
+from headwater.server.flower import grid_fleet
 from headwater.server.flower.branches import SILENT_BRANCH_SECONDS, DividedPlans
+from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import Registration
 from headwater.server.tree.branch_wire import members_payload
 from tests.server.flower.test_registration import REQUEST, Wire
@@ -43,19 +45,40 @@ class Tree:
         return {message.metadata.dst_node_id: message for message in requests}
 
     def list(self, request: Message, *names: str, examples: int = 10) -> None:
-        devices = tuple(
-            DeviceReport(name=name, num_examples=examples, layout_digest="same") for name in names
-        )
-        name = f"a{request.metadata.dst_node_id}"
-        head, vector = members_payload(name, Members(devices=devices))
-        content = records.content_of(head, records.flat_array(vector, dtype="uint8"))
-        self.wire._answers.append(Message(content, reply_to=request))
+        self.wire._answers.append(list_of(request, *names, examples=examples))
         self.found.update(REQUEST)
 
     def begin_round(self) -> dict[int, Message]:
         self.found.branches.begin_round()
         self.found.update(REQUEST)
         return self.asked()
+
+
+def list_of(request: Message, *names: str, examples: int = 10) -> Message:
+    """Return an aggregator's answer to the request for its list."""
+    devices = tuple(
+        DeviceReport(name=name, num_examples=examples, layout_digest="same") for name in names
+    )
+    head, vector = members_payload(f"a{request.metadata.dst_node_id}", Members(devices=devices))
+    content = records.content_of(head, records.flat_array(vector, dtype="uint8"))
+    return Message(content, reply_to=request)
+
+
+class OneAggregator(Wire):
+    """The grid of an aggregator that lists its two devices when the test lets it."""
+
+    def __init__(self, *, may_list: Callable[[], bool]) -> None:
+        super().__init__(1)
+        self._may_list = may_list
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        listing = f"query.{MEMBERS}"
+        if any(one.metadata.message_type != listing for one in self.requests):
+            self.new_requests()
+            self.answer(1, name="a1", num_examples=None, is_aggregator=True)
+        elif self.requests and self._may_list():
+            self._answers.append(list_of(self.requests.pop(), "x", "y"))
+        return super().pull_messages(message_ids)
 
 
 def plans_of(*names: str) -> dict[str, Plan]:
@@ -94,6 +117,21 @@ def test_each_round_waits_for_the_lists_of_all_aggregators() -> None:
         assert not tree.found.may_begin(min_clients=1)
         tree.list(asked[2], "z")
         assert tree.found.may_begin(min_clients=2)
+
+
+def test_a_server_that_waits_for_a_list_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = GridFleet(
+        OneAggregator(may_list=lambda: not fleet_has_list or bool(caplog.messages)),
+        refusal_of_branch=lambda name: None,
+    )
+    fleet_has_list = False
+    fleet.describe(REQUEST, min_clients=1)
+    fleet_has_list = True
+    monkeypatch.setattr(grid_fleet, "FIRST_NOTICE_SECONDS", 0.0)
+    assert sorted(fleet.describe(REQUEST, min_clients=1).reports) == ["x", "y"]
+    assert caplog.messages == ["waiting for the list of devices of a1"]
 
 
 def test_an_equal_description_is_kept_as_it_is_so_that_measured_speeds_stay() -> None:
