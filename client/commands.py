@@ -183,20 +183,24 @@ def take_part(settings: Settings) -> None:
     _check_room_for_torch(settings)
     from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.connection import stay_connected
+    from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
 
     connection: Connection | None = None
     chosen: Settings | None = settings
+    changes, seconds, stay = TaskChanges(), 0.0, settings.client.stay
     while chosen is not None:
         try:
             with connection_of(chosen) as connection:
                 chosen = None
-                asyncio.run(stay_connected(connection, stay=settings.client.stay))
+                asyncio.run(stay_connected(connection, stay=stay, after_seconds=seconds))
                 is_early = connection.is_stopping and not connection.has_connected
                 end = "stopped before connecting" if is_early else "done"
                 console.print(f"{connection.name}: {end}", soft_wrap=True)
         except OtherTaskOffered as offered:
+            assert connection is not None  # the offer came over it
+            seconds = changes.wait_seconds(has_trained=connection.has_trained)
             chosen, connection = with_task(settings, offered.name), None
             console.print(f"goes on with the task {offered.name}", soft_wrap=True)
             _forget_trainer()

@@ -95,6 +95,11 @@ class Connection:
         return bool(self._session)
 
     @property
+    def has_trained(self) -> bool:
+        """Whether the device has carried out a plan."""
+        return self._node.counters.num_updates > 0
+
+    @property
     def is_stopping(self) -> bool:
         """Whether ``stop`` was called."""
         return self._stopping.is_set()
@@ -162,6 +167,16 @@ class Connection:
                 self._node.activity.enter(f"stays away: {reason}")
             await self.wait(self._leaving.wait_seconds(away))
         return bool(reason)
+
+    async def wait_after_change(self, seconds: float) -> None:
+        """Wait before the first connection, because servers have named one task after another."""
+        log.warning(
+            "servers have named one task after another, and none has had this device train: it "
+            "waits %.1f s",
+            seconds,
+        )
+        self._node.activity.enter(f"connects to {self._address} at {_time_in(seconds)}")
+        await self.wait(seconds)
 
     async def wait(self, seconds: float) -> None:
         """Wait, or return early if ``stop`` is called."""
@@ -256,8 +271,10 @@ def _time_in(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
-async def stay_connected(connection: Connection, *, stay: bool) -> None:
+async def stay_connected(connection: Connection, *, stay: bool, after_seconds: float = 0.0) -> None:
     """Run a connection until its run has ended, or forever with ``stay``; a stop signal ends it.
+
+    ``after_seconds`` is how long to wait first (``client.transport.retries.TaskChanges``).
 
     Raises:
         HeadwaterError, OtherTaskOffered: see ``Connection.run``. With ``stay`` the device waits
@@ -267,6 +284,8 @@ async def stay_connected(connection: Connection, *, stay: bool) -> None:
     # Not by the loop's add_signal_handler, which Windows lacks.
     requests = StopRequests(lambda: loop.call_soon_threadsafe(connection.stop))
     with at_stop_signals(requests):
+        if after_seconds:
+            await connection.wait_after_change(after_seconds)
         await _run_once(connection, stay=stay)
         while stay and not connection.is_stopping:
             await asyncio.sleep(FIRST_BACKOFF_SECONDS)

@@ -27,6 +27,26 @@ class ConnectionBroken(Exception):
         self.is_corrupt = is_corrupt
 
 
+class TaskChanges:
+    """Decides how long a device waits before it connects with another of its tasks.
+
+    Servers that each have another task would otherwise make it load one after the other without
+    a pause.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def wait_seconds(self, *, has_trained: bool) -> float:
+        """Return the wait: none after a task that the device has trained, and at the first change.
+
+        It doubles with each further change, up to ``MAX_BACKOFF_SECONDS``.
+        """
+        seconds = 0.0 if has_trained else self._seconds
+        self._seconds = min(max(2 * seconds, FIRST_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
+        return seconds
+
+
 class RetryPolicy:
     """Decides how long to wait before the next connection, and when to give up."""
 

@@ -9,6 +9,7 @@ from headwater.client.transport.retries import (
     STANDBY_BACKOFF_SECONDS,
     ConnectionBroken,
     RetryPolicy,
+    TaskChanges,
 )
 from headwater.common.errors import ConnectionLost
 
@@ -56,3 +57,17 @@ def test_a_client_that_knows_a_standby_waits_for_seconds_only(
     broken = ConnectionBroken(TO_NOBODY, had_contact=False)
     waits = [retries.wait_seconds(broken) for _ in range(20)]
     assert most / 2 <= max(waits) <= most
+
+
+def test_a_device_changes_its_task_without_a_pause_after_it_has_trained() -> None:
+    changes = TaskChanges()
+    assert [changes.wait_seconds(has_trained=True) for _ in range(20)] == [0.0] * 20
+
+
+def test_a_device_that_trains_none_of_its_tasks_waits_longer_at_each_change() -> None:
+    changes = TaskChanges()
+    waits = [changes.wait_seconds(has_trained=False) for _ in range(10)]
+    assert waits[:4] == [0.0, 0.2, 0.4, 0.8]
+    assert waits[-1] == MAX_BACKOFF_SECONDS
+    assert changes.wait_seconds(has_trained=True) == 0.0
+    assert changes.wait_seconds(has_trained=False) == 0.2
