@@ -341,6 +341,11 @@ class UpdateReport(WireMessage):
         return len(self.steps)
 
     @property
+    def peak_bytes(self) -> int:
+        """The largest memory of a step; 0 if none is known."""
+        return max((step.peak_bytes for step in self.steps), default=0)
+
+    @property
     def summed_weight(self) -> int:
         """The weight that the losses were summed over, from the steps."""
         return sum(step.weight for step in self.steps)
@@ -410,6 +415,8 @@ class ReportFields(Protocol):
     def steps(self) -> Sequence[Step]: ...
     @property
     def num_steps(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
     @property
     def summed_weight(self) -> int: ...
     @property

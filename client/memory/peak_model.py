@@ -163,8 +163,8 @@ class ProcessMemory:
         answer becomes smaller than a recent micro-batch, and when another size would exceed the
         limit if it could reuse nothing that the last one freed.
         """
-        known, limit_bytes = self.known, self._limit_bytes()
-        if known is None or limit_bytes is None:
+        known = self.known
+        if known is None or (limit_bytes := self._limit_bytes()) is None:
             return None
         room = guarded_bytes(limit_bytes, known.now.base)
         fitting = known.fitting(room)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from headwater.common.errors import TaskError
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import keeps_freed_blocks, release_freed_memory
 
 # After a block that dropped this much, freed memory is returned to the system. The next blocks
 # would otherwise be scattered over the free parts of glibc's heap, grown before checkpointing was
@@ -148,7 +148,7 @@ class RecomputedPass:
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._num_bytes >= GIVE_BACK_BYTES:
+        if self._num_bytes >= GIVE_BACK_BYTES and not keeps_freed_blocks():
             release_freed_memory()
 
     def unpack(self, number: int) -> Tensor:

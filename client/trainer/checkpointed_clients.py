@@ -43,15 +43,10 @@ log = logging.getLogger(__name__)
 # A model that takes this share of the limit at rest may leave too little for a plain pass.
 LARGE_SHARE = 0.5
 
-# Passes may take their tensors from glibc's heap, which is faster but leaves gaps. 24 decoder
-# blocks of width 1,024 took 993 MiB so, 840 and 771 with two and five of them run again, and with
-# 14 of them 506, 1.18 times what they took without the heap. Dropping what cheap operations gave
-# lowers nothing there: 8 blocks took 394 MiB, and 414 to 436 so.
-HEAP_SHARE = 1.25
-
-# Otherwise the kernel clears each tensor's pages first: 583,000 of them in a pass of those blocks,
-# 20,000 to 340,000 from the heap. Blocks are run again instead while that takes less than this
-# share of a pass.
+# Passes may take their tensors from glibc's heap, which is faster but leaves gaps. Memory that goes
+# back during a pass would not help, as the bound on allocations counts the gaps. Otherwise the
+# kernel clears each tensor's pages first: 583,000 to 793,000 of them in a pass of 24 decoder blocks
+# of width 1,024. Blocks are run again instead while that takes less than this share of a pass.
 PAGES_SHARE = 0.15
 
 
@@ -159,13 +154,13 @@ class CheckpointedClients:
             return
         room = guarded_bytes(limit, rest)
         choice = _choice_in_heap(measured, room)
-        is_in_heap = choice is not None
-        choice = choice or measured.cheapest(room)
-        switch_on(self._image.model, choice)
-        peak = measured.peak_bytes(choice)
-        if is_in_heap:
+        if choice is not None:
             raise_mmap_threshold()
-            peak = rest + int(HEAP_SHARE * (peak - rest))
+            peak = measured.in_heap().peak_bytes(choice)
+        else:
+            choice = measured.cheapest(room)
+            peak = measured.peak_bytes(choice)
+        switch_on(self._image.model, choice)
         context.memory.expect(rest_bytes=rest, peak_bytes=peak)
         if peak > room:
             raise OutOfMemory(_too_small(context, peak, limit, rest))
@@ -185,13 +180,13 @@ class CheckpointedClients:
 def _choice_in_heap(measured: PassMemory, room_bytes: float) -> Choice | None:
     """Return what to recompute if tensors come from the heap; None if that is slow or cannot fit.
 
-    The heap's gaps leave less room, and only whole blocks are dropped.
+    The heap's gaps leave less room, so more blocks may have to run again.
     """
-    rest = measured.rest_bytes
-    limit = rest + (room_bytes - rest) / HEAP_SHARE
-    choice = measured.cheapest(limit, is_whole=True)
-    is_fast = measured.slowdown(choice) <= PAGES_SHARE
-    return choice if is_fast and measured.peak_bytes(choice) <= limit else None
+    in_heap = measured.in_heap()
+    choice = in_heap.cheapest(room_bytes)
+    slowdown = measured.slowdown(choice) - measured.slowdown(measured.cheapest(room_bytes))
+    fits = in_heap.peak_bytes(choice) <= room_bytes
+    return choice if fits and slowdown <= PAGES_SHARE else None
 
 
 def _check_rest(context: TrainingContext) -> None:

@@ -41,7 +41,7 @@ from headwater.client.training.gradient_pass import (
     with_norm,
 )
 from headwater.client.training.sampler import Window
-from headwater.client.training.stop_rules import StopRules, num_until_finish
+from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_faults import ExampleFault, own_position
 from headwater.common.data.example_lengths import Positions
@@ -96,7 +96,7 @@ def sum_window(
         begun_seconds = since_seconds
         passed_seconds = since_seconds - start_seconds
         reason = _reason_to_end(plan, total, before, context, rules, passed_seconds)
-        if reason is not None or (total.needs_check and rules.is_past_half()):
+        if reason is not None or (total.needs_check and since_seconds > rules.half_seconds):
             total, is_finite = _checked(plan, total, context)
             if not is_finite:
                 since_seconds = context.clock.seconds()
@@ -118,7 +118,8 @@ def sum_window(
         since_seconds = (
             since_seconds + total.steps[-1].seconds if is_added else context.clock.seconds()
         )
-        rules.note_attempt(since_seconds - begun_seconds, size=context.size(positions))
+        if rules.has_limit:
+            rules.note_attempt(positions, since_seconds - begun_seconds)
         context.progress.reach(
             len(before.steps) + len(total.steps),
             before.num_examples + total.num_examples,
@@ -150,11 +151,6 @@ def _end(plan: Plan, window: Window, total: WindowSum, reason: StopReason) -> No
     total.reason = "quota" if has_quota else reason
 
 
-def _size_of_each(total: WindowSum, context: TrainingContext) -> float:
-    """Return the size of an example in the next micro-batch."""
-    return context.size(total.remaining[0]) / len(total.remaining[0])
-
-
 def _reason_to_end(
     plan: Plan,
     total: WindowSum,
@@ -175,32 +171,15 @@ def _reason_to_end(
     """
     if not total.remaining:
         return "quota"
-    more = rules.num_until_answer(_size_of_each(total, context))
-    if more == 0:
-        return "deadline"
-    if more is not None:
-        total.limit_next(more)
     has_some = bool(total.done or before.done)
-    if has_some:
-        steps = total.steps or before.steps
-        num_done = total.num_examples + before.num_examples
-        if plan.finish_seconds is not None:
-            more = num_until_finish(
-                *(plan, steps),
-                passed_seconds=passed_seconds,
-                num_done=num_done,
-                each=_size_of_each(total, context),
-            )
-            if more == 0:
-                return "finish"
-            if more is not None:
-                total.limit_next(more)
-        num_next = len(total.remaining[0])
-        reason = rules.reason_to_stop(steps, num_done=num_done, num_next=num_next)
+    if has_some and context.should_stop():
+        return "asked to stop"
+    if rules.has_limit:
+        reason = rules.reason_to_end(total, before, passed_seconds)
         if reason is not None:
             return reason
-        if len(total.steps) + len(before.steps) >= MAX_STEPS:
-            return "short of memory"
+    if has_some and len(total.steps) + len(before.steps) >= MAX_STEPS:
+        return "short of memory"
     while total.remaining and not _make_fit(total, context):
         if _leave_out_long(total, context):
             continue

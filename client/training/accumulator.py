@@ -25,9 +25,11 @@ class Accumulator:
     device. ``memory`` is one vector of both.
     """
 
-    def __init__(self, image: ModelImage) -> None:
+    def __init__(self, image: ModelImage, memory: Tensor | None = None) -> None:
+        """Sum in a new vector, or in this ``memory`` [P + L], which is unchanged until ``zero``."""
         num_shared = image.layout.num_parameters
-        self.memory = torch.zeros(num_shared + image.layout.num_local)
+        num_values = num_shared + image.layout.num_local
+        self.memory = torch.zeros(num_values) if memory is None else memory
         self.values_P, self.local_L = self.memory[:num_shared], self.memory[num_shared:]
         self._has_local = image.layout.num_local > 0
         self._chunks = torch.split(self.values_P, CHUNK)
@@ -35,7 +37,8 @@ class Accumulator:
         self._apart: Tensor | None = None
         self._use(self.memory)
         self._move_out: Callable[[], None] | None = None
-        self.zero()
+        if memory is None:
+            self.zero()
 
     def lend(self, move_out: Callable[[], None]) -> None:
         """Leave the vector's memory to an update until ``reclaim``, which calls ``move_out``."""

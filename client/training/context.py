@@ -23,6 +23,7 @@ from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.training import ChosenPrecision
+from headwater.common.system.heap import keeps_freed_blocks
 from headwater.common.task import Examples, Task
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,10 @@ class TrainingContext:
         """Return a micro-batch's size: its examples, or as many of the usual length, padded."""
         return len(positions) if self.lengths is None else self.lengths.size(positions)
 
+    def size_of_each(self, positions: Positions) -> float:
+        """Return the size of an example in a micro-batch."""
+        return self.size(positions) / len(positions)
+
     def load(self, positions: Positions) -> float:
         """Return the size that its memory follows (``ExampleLengths.load``)."""
         return len(positions) if self.lengths is None else self.lengths.load(positions)
@@ -120,8 +125,11 @@ class TrainingContext:
         choice: Choice | None = None
         if measured is not None and limit is not None and line is not None:
             # What the process has gained since the measurement.
-            gained = max(line.at(1) - measured.peak_bytes(choice_of(self.image.model)), 0.0)
-            choice = measured.cheapest(guarded_bytes(limit, measured.rest_bytes) - gained)
+            now = measured.in_heap() if keeps_freed_blocks() else measured
+            gained = max(line.at(1) - now.peak_bytes(choice_of(self.image.model)), 0.0)
+            rest = measured.rest_bytes
+            room = guarded_bytes(limit, rest) - rest - gained
+            choice = measured.cheapest(rest + room / max(least, 1.0))
             predicted = measured.peak_bytes(choice) + gained - line.base
         if predicted is None or line is None or predicted >= line.each:
             return 0

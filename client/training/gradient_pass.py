@@ -83,11 +83,8 @@ def add_micro_batch(
         MemoryError: an allocation failed; the vector is invalid.
         TaskError: the task breaks a rule.
     """
-    values_P, load, size = (
-        context.accumulator.values_P,
-        context.load(positions),
-        context.size(positions),
-    )
+    values_P, load = context.accumulator.values_P, context.load(positions)
+    size = load if context.lengths is None else context.size(positions)
     context.memory.begin(load)
     version = values_P._version
     loss, weight, metrics = forward(plan, window, positions, context)

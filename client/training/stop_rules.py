@@ -1,4 +1,4 @@
-"""Rules that end a window: a stop request, the deadline, the finish time, the device's time share.
+"""Rules that end a window: the deadline, the finish time, the answer, the device's time share.
 
 The planner chooses quotas so that all clients finish together, at the pace of their last rounds.
 The pace changes by up to a fifth from one round to the next. A plan therefore says at what time the
@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 from headwater.client.device.interfaces import TimeShare
 from headwater.client.training.context import TrainingContext
+from headwater.client.training.window_sum import WindowSum
+from headwater.common.data.example_lengths import Positions
 from headwater.common.messages import Plan, Step, StopReason
 
 RECENT_STEPS = 8  # the pace, and the slowest step, are taken from so many of the last steps
@@ -34,6 +36,16 @@ class StopRules:
         self._plan = plan
         self._context = context
         self._start_seconds = start_seconds
+        self._answer_by = plan.answer_by
+        limits = (self._answer_by, plan.deadline_seconds, plan.finish_seconds, plan.share)
+        self.has_limit = any(limit is not None for limit in limits)
+        """Whether the plan has a time, or assumes a share of the device's time.
+
+        Without one, nothing but a request to stop or memory ends a window before its quota.
+        """
+        deadline = plan.deadline_seconds
+        self.half_seconds = math.inf if deadline is None else start_seconds + deadline / 2
+        """The time by the clock when half of that to the deadline has passed."""
         self._time_share = TimeShare()
         self._max_examples = math.inf
         self._sense_at = -math.inf
@@ -42,25 +54,48 @@ class StopRules:
         """Seconds of the last micro-batches by their size."""
         self._read_time_share()
 
-    def note_attempt(self, seconds: float, *, size: float) -> None:
+    def note_attempt(self, positions: Positions, seconds: float) -> None:
         """Note how long a micro-batch took, also one that failed."""
-        self._attempts.append(seconds / size)
+        self._attempts.append(seconds / self._context.size(positions))
 
-    def is_past_half(self) -> bool:
-        """Return whether half of the time until the deadline has passed; False without one."""
-        deadline = self._plan.deadline_seconds
-        return deadline is not None and (
-            self._context.clock.seconds() - self._start_seconds > deadline / 2
-        )
+    def reason_to_end(
+        self, total: WindowSum, before: WindowSum, passed_seconds: float
+    ) -> StopReason | None:
+        """Return why the next micro-batch of a window may not begin by these limits, or None.
 
-    def num_until_answer(self, each: float = 1.0) -> int | None:
+        It is shortened if only a part of it is in time. ``before`` has the totals of the plan's
+        earlier windows; ``passed_seconds`` is the time since this one began.
+        """
+        more = self._num_until_answer(total.remaining[0])
+        if more == 0:
+            return "deadline"
+        if more is not None:
+            total.limit_next(more)
+        if not (total.done or before.done):
+            return None
+        steps = total.steps or before.steps
+        num_done = total.num_examples + before.num_examples
+        if self._plan.finish_seconds is not None:
+            more = num_until_finish(
+                *(self._plan, steps),
+                passed_seconds=passed_seconds,
+                num_done=num_done,
+                each=self._context.size_of_each(total.remaining[0]),
+            )
+            if more == 0:
+                return "finish"
+            if more is not None:
+                total.limit_next(more)
+        return self._reason_to_stop(steps, num_done=num_done, num_next=len(total.remaining[0]))
+
+    def _num_until_answer(self, positions: Positions) -> int | None:
         """Return how many more examples of a masked plan can be summed in time for its answer.
 
         By the slowest pace of the last micro-batches, from the first call on, which is when the
-        window begins; ``each`` is an example's size. None: as many as are left; the first
-        micro-batch is always tried.
+        window begins, and the size of an example of the next micro-batch, at ``positions``. None:
+        as many as are left; the first micro-batch is always tried.
         """
-        end = self._plan.answer_by
+        end = self._answer_by
         if end is None:
             return None
         now = self._context.clock.seconds()
@@ -69,19 +104,17 @@ class StopRules:
         if slowest == 0.0:
             return None
         left_seconds = SUMMED_PART * end - (now - self._begun_seconds)
+        each = self._context.size_of_each(positions)
         return max(math.floor(left_seconds / (slowest * each)), 0)
 
-    def reason_to_stop(
+    def _reason_to_stop(
         self, steps: Sequence[Step], *, num_done: int, num_next: int
     ) -> StopReason | None:
         """Return why the next micro-batch, of ``num_next`` examples, may not begin, or None.
 
-        Reasons: a request to stop; the micro-batch would end after the deadline if it took as long
-        as the slowest of the last ``steps``; it would exceed the examples of the device's current
-        time share.
+        Reasons: it would end after the deadline if it took as long as the slowest of the last
+        ``steps``; it would exceed the examples of the device's current time share.
         """
-        if self._context.should_stop():
-            return "asked to stop"
         if self._plan.deadline_seconds is not None:
             slowest = max((step.seconds for step in steps[-RECENT_STEPS:]), default=0.0)
             now = self._context.clock.seconds()

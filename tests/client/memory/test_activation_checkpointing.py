@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwater.client.memory import recompute
 from headwater.client.memory.activation_checkpointing import (
     is_on,
     switch_off,
@@ -21,6 +22,7 @@ from headwater.client.memory.activation_checkpointing import (
 )
 from headwater.client.memory.recompute import RecomputedPass
 from headwater.common.errors import TaskError
+from headwater.common.system import heap
 from tests.processes import ROOT
 
 
@@ -440,3 +442,25 @@ def test_checkpointing_halves_the_peak_of_six_layers_without_importing_dynamo() 
     # Five sixths of the activations are those of layers that are not at work.
     assert twice < kept / 2
     assert not has_dynamo
+
+
+def test_freed_memory_goes_back_between_blocks_unless_they_come_from_the_heap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = 0
+
+    def release() -> None:
+        nonlocal times
+        times += 1
+
+    monkeypatch.setattr(recompute, "release_freed_memory", release)
+    monkeypatch.setattr(heap, "_mallopt", lambda *_: None)
+    monkeypatch.setattr(heap, "_keeps_freed_blocks", False)
+    model = Residual(width=64)
+    switch_on(model)
+    heap.raise_mmap_threshold()
+    model(torch.ones(2048, 6)).sum().backward()
+    assert times == 0
+    heap.keep_mmap_threshold()
+    model(torch.ones(2048, 6)).sum().backward()
+    assert times >= 2 * len(model.blocks), "forward and backward"

@@ -80,9 +80,13 @@ def test_what_turns_out_not_to_be_needed_is_taken_back() -> None:
     assert one.cheapest(1010) == {0: NOTHING, 1: ALL}
 
 
-def test_whole_blocks_alone_may_be_chosen() -> None:
-    one = passed({0: 50, 1: 50, 2: 50}, cheap={0: 20, 1: 20, 2: 20})
-    assert one.cheapest(1149, is_whole=True) == {0: ALL, 1: NOTHING, 2: NOTHING}
+def test_the_heap_has_gaps_and_cheap_outputs_save_less_there() -> None:
+    one = passed({0: 50, 1: 50}, cheap={0: 20, 1: 20})
+    gaps = 44  # 0.22 of the 200 that a pass takes which drops nothing
+    assert one.in_heap().peak_bytes(one.nothing) == 1100 + gaps
+    assert one.peak_bytes({0: CHEAP, 1: CHEAP}) == 1060
+    assert one.in_heap().peak_bytes({0: CHEAP, 1: CHEAP}) == 1080 + gaps
+    assert one.in_heap().peak_bytes({0: ALL, 1: NOTHING}) == 1050 + gaps
 
 
 def test_the_slowdown_is_the_share_of_a_pass_that_whole_blocks_take_again() -> None:

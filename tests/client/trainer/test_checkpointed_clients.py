@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from headwater.client.memory import pass_memory
 from headwater.client.memory.activation_checkpointing import Recomputed
 from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import ProcessMemory, resident_bytes
@@ -46,6 +47,7 @@ def mallopt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The parameters that glibc got."""
     called: list[tuple[int, int]] = []
     monkeypatch.setattr(heap, "_mallopt", lambda name, value: called.append((name, value)))
+    monkeypatch.setattr(heap, "_keeps_freed_blocks", False)
     return called
 
 
@@ -86,15 +88,15 @@ def test_a_model_far_below_the_limit_leaves_the_heap_as_it_is(
     assert mallopt == []
 
 
-@pytest.mark.parametrize(("heap_share", "last"), [(1.25, FAST), (1e9, COMPACT)])
+@pytest.mark.parametrize(("heap_gaps", "last"), [(0.22, FAST), (1e9, COMPACT)])
 def test_where_nothing_is_dropped_blocks_come_from_the_heap_if_its_gaps_fit(
     mallopt: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
-    heap_share: float,
+    heap_gaps: float,
     last: list[tuple[int, int]],
 ) -> None:
     monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1e9)  # so a pass is measured
-    monkeypatch.setattr(checkpointed_clients, "HEAP_SHARE", heap_share)
+    monkeypatch.setattr(pass_memory, "HEAP_GAPS", heap_gaps)
     fit(1.5)
     assert mallopt[-len(last) :] == last
 
@@ -105,15 +107,19 @@ BLOCKS, MIB = range(10), 1 << 20
 @pytest.mark.parametrize(
     ("room_mib", "expected"),
     [
-        (1000 + 1250, {}),  # 1,000 MiB of activations and their gaps fit
-        (1000 + 1249, {0: Recomputed.ALL}),
-        (1000 + 1125, {0: Recomputed.ALL}),
-        (1000 + 1124, {0: Recomputed.ALL, 1: Recomputed.ALL}),
-        (1000 + 500, None),  # six of ten would be run again
-        (1000 + 10, None),
+        (1000 + 1220, {}),  # 1,000 MiB of activations and their gaps fit
+        (1000 + 1219, {0: Recomputed.CHEAP}),
+        (1000 + 920, dict.fromkeys(BLOCKS, Recomputed.CHEAP)),  # of 600 MiB the heap uses half
+        (1000 + 919, dict.fromkeys(BLOCKS[:8], Recomputed.CHEAP) | {0: Recomputed.ALL}),
+        (
+            1000 + 650,  # four of ten blocks run again, and none would without the heap
+            dict.fromkeys(BLOCKS, Recomputed.CHEAP) | dict.fromkeys(BLOCKS[:4], Recomputed.ALL),
+        ),
+        (1000 + 600, None),  # five would
+        (1000 + 210, None),
     ],
 )
-def test_where_the_gaps_of_the_heap_do_not_fit_a_few_blocks_are_run_again(
+def test_where_the_gaps_of_the_heap_do_not_fit_more_is_computed_again(
     room_mib: int, expected: dict[int, Recomputed] | None
 ) -> None:
     measured = PassMemory(

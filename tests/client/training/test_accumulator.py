@@ -1,4 +1,4 @@
-"""The norm of the gradient vector, for any length and any finite numbers."""
+"""The gradient vector: its norm, for any length and any finite numbers, and its memory."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ def test_the_norm_is_finite_if_and_only_if_the_vector_is(at: int) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         made.values_P[at] = bad
         assert not math.isfinite(made.gradient_norm())
+
+
+def test_memory_that_is_handed_in_changes_only_with_zero_and_collects_the_gradients() -> None:
+    image = build_model(Wide(4), seed=0)
+    memory = torch.full((4,), 7.0)  # as another process's vector in shared memory
+    made = Accumulator(image, memory)
+    assert memory.tolist() == [7.0] * 4
+    made.zero()
+    image.model(torch.ones(1, 4)).sum().backward()
+    assert memory.tolist() == [1.0] * 4

@@ -48,6 +48,36 @@ def test_a_stop_request_sends_the_sum_so_far() -> None:
     assert torch.equal(update.values_P, sums(context, range(8)))
 
 
+def test_a_stop_request_is_the_reason_also_when_the_finish_time_has_come() -> None:
+    task = TwoLayers()
+    context = training_context(task, examples(40), should_stop=lambda: len(task.seen) >= 4)
+    chosen = plan(40, 8, finish_seconds=30.0)  # 32 examples, the fewest, are done after 32 s
+    assert trained(context, chosen).report.reason == "asked to stop"
+
+
+class CountedClock(FakeClock):
+    """Counts how often the time is read."""
+
+    num_read = 0
+
+    def seconds(self) -> float:
+        self.num_read += 1
+        return super().seconds()
+
+
+@pytest.mark.parametrize(("limit", "expected"), [({}, 1), ({"deadline_seconds": 1e6}, 2)])
+def test_a_micro_batch_reads_the_time_when_it_ends_and_once_more_for_a_deadline(
+    limit: dict[str, float], expected: int
+) -> None:
+    reads = []
+    for num_steps in (10, 20):
+        clock = CountedClock()
+        context = replace(training_context(TwoLayers(), examples(20)), clock=clock)
+        trained(context, plan(num_steps, 1, **limit))
+        reads.append(clock.num_read)
+    assert (reads[1] - reads[0]) / 10 == expected
+
+
 class Mood:
     """Returns given time shares in turn, and counts the calls."""
 
