@@ -90,12 +90,12 @@ class Adapters(CausalLm):
 def device(size: str, chosen: argparse.Namespace) -> Figures:
     """Run a server and its devices, the first of them in a cgroup; return what that one took."""
     os.environ[SIZE] = size
-    masks = "semi-honest" if chosen.masked else "off"
+    masks, num_devices = ("semi-honest", 3) if chosen.masked else ("off", 1)
     settings: dict[str, Any] = {
         "task": TASK,
         "rounds": chosen.rounds,
         "seed": 5,  # the devices' own frozen weights are of seed 0
-        "cohort.min_clients": 3 if chosen.masked else 1,
+        "cohort.min_clients": num_devices,
         "plan.accumulation_steps": chosen.steps,
         "plan.micro_batch_size": 1,
         "plan.precision": chosen.precision,
@@ -111,11 +111,12 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
         limits = Confinement(memory_bytes=int(chosen.limit * GB))
         cage = stack.enter_context(caged(limits))
         begun, devices = time.monotonic(), []
-        for part in range(settings["cohort.min_clients"]):
+        for part in range(num_devices):
             state = folder / f"state-{part}"
             command = [sys.executable, "-c", CLIENT, str(folder / f"peak-{part}")]
             command += ["--server", f"127.0.0.1:{running.port}", "--task", TASK]
-            command += ["--name", f"device-{part}", "--part", str(part), "--state", str(state)]
+            command += ["--name", f"device-{part}", "--state", str(state)]
+            command += ["--part", str(part), "--num-parts", str(num_devices)]
             command += ["--secure-aggregation", masks, "--frozen-dtype", "bfloat16"]
             one = subprocess.Popen(command, cwd=ROOT, preexec_fn=None if part else cage.enter)
             stack.callback(serving.end, one)
@@ -148,11 +149,12 @@ def main() -> None:
     """Run the device and report."""
     parser = argument_parser(__doc__)
     parser.add_argument("--limit", type=float, default=4.0, help="GB that the cgroup may use")
-    parser.add_argument("--steps", type=int, default=2, help="micro-batches in a round")
+    parser.add_argument("--steps", type=int, help="micro-batches in a round; 2, masked 8")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--masked", action="store_true")
     chosen = parser.parse_args()
+    chosen.steps = chosen.steps or (8 if chosen.masked else 2)  # 8: --min-quota
     figures: Figures = {"device": "no cgroup can be made here"}
     if can_make_cgroups():
         figures["device"] = device("tiny" if chosen.quick else "1.1B", chosen)

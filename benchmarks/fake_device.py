@@ -59,15 +59,17 @@ class FakeDevice:
         layout_digest: str,
         update: bytes,
         *,
+        sha256: bytes | None = None,
         weight: int = 1,
         think_seconds: float = 0.0,
     ) -> None:
+        """``sha256`` is that of ``update``, where many devices send the same."""
         self.name = name
         self.layout_digest = layout_digest
         self.update = update
         self.weight = weight
         self.think_seconds = think_seconds
-        self.sha256 = hashlib.sha256(update).digest()
+        self.sha256 = sha256 or hashlib.sha256(update).digest()
         self.num_reconnects = 0
         self.num_refused = 0
         self.taken: list[Taken] = []

@@ -9,6 +9,7 @@ the runs beside it.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class FlowerRun:
             is_loss = metric == "test_loss"
             name = metric.removeprefix("test_")
             found = total.loss_sum if is_loss else total.metric_sums[name]
-            self._values.append(float(found / total.weight))
+            # A model that diverged has a finite loss for no test example.
+            self._values.append(float(found / total.weight) if total.weight else math.nan)
             num_bytes = 2 * FLOAT_BYTES * image.values_P.numel() * cohort * number
             self._spent.append(
                 {

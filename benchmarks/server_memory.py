@@ -11,21 +11,34 @@ a server with as many clients and that small model instead: what is left is what
 ``staging_bytes`` lie in mapped files, which VmHWM counts and RssAnon does not. It is sampled every
 5 ms. The target is three models, plus the optimizer's state (Adam: two models), plus
 ``staging_bytes``, plus two chunks of 1 MiB in flight for each client.
+``anonymous_beyond_three_models_mib`` is what the server holds beyond an idle one, three models and
+the optimizer's state.
+
+``--limit-mib 64`` runs each case in a cgroup that allows the server 64 MiB beyond those: an idle
+server's peak in a cgroup, three models and the optimizer's state. The kernel kills it if it needs
+more (``is_killed``); pages of files count too, but the kernel takes those back.
+
+    python -m benchmarks.server_memory
+    python -m benchmarks.server_memory --case 350000000:10:sgd --limit-mib 64
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks import serving
+from benchmarks.confine import Cage, Confinement, caged
 from benchmarks.fake_device import FakeDevice
-from benchmarks.measure import ROOT, Figures, arguments, memory_of, report
+from benchmarks.measure import ROOT, Figures, argument_parser, memory_of, report
 from headwater.common.model.parameters import build_model
 from headwater.common.task import load_task
 from headwater.common.transport.limits import CHUNK_BYTES
@@ -34,25 +47,65 @@ TASK = "benchmarks/tasks.py:Vector"
 SMALL = 1_000
 ROUNDS = 2
 STAGING_BYTES = 64 * 2**20  # the setting's default
+BYTES_PER_SECOND = 20e6  # of all devices together; a slower round counts as failed
+NO_LIMIT_BYTES = 64 * 2**30
+
+
+class Case(NamedTuple):
+    """A model of so many parameters, so many clients, and the server's optimizer."""
+
+    num_parameters: int
+    num_clients: int
+    optimizer: str
+
+    @property
+    def name(self) -> str:
+        return f"P_{self.num_parameters}.clients_{self.num_clients}.{self.optimizer}"
+
+    @property
+    def model_bytes(self) -> int:
+        return 4 * self.num_parameters
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps."""
+        return 2 * self.model_bytes if self.optimizer == "adam" else 0
+
+
 CASES = (
-    # P, clients, optimizer
-    (1_000_000, 10, "sgd"),
-    (1_000_000, 100, "sgd"),
-    (1_000_000, 1000, "sgd"),
-    (1_000_000, 10, "adam"),
-    (10_000_000, 1, "sgd"),
-    (10_000_000, 1, "adam"),
-    (10_000_000, 10, "sgd"),
+    Case(1_000_000, 10, "sgd"),
+    Case(1_000_000, 100, "sgd"),
+    Case(1_000_000, 1000, "sgd"),
+    Case(1_000_000, 10, "adam"),
+    Case(10_000_000, 1, "sgd"),
+    Case(10_000_000, 1, "adam"),
+    Case(10_000_000, 10, "sgd"),
 )
-QUICK_CASES = ((100_000, 1, "sgd"),)
+QUICK_CASES = (Case(100_000, 1, "sgd"),)
+
+
+def case_of(text: str) -> Case:
+    """Read a case from the command line: ``parameters:clients:sgd``, or adam.
+
+    Raises:
+        ArgumentTypeError: it is none.
+
+    """
+    parts = text.split(":")
+    if len(parts) == 3 and parts[2] in ("sgd", "adam") and all(map(str.isdecimal, parts[:2])):
+        case = Case(int(parts[0]), int(parts[1]), parts[2])
+        if case.num_parameters and case.num_clients:
+            return case
+    raise argparse.ArgumentTypeError(f"{text!r} is not PARAMETERS:CLIENTS:sgd or adam")
 
 
 async def run_devices(port: int, number: int) -> None:
     """Play ``number`` devices until the server says goodbye."""
     layout = build_model(load_task(TASK), seed=0).layout
-    update = bytes(4 * layout.num_parameters)
+    update = bytes(4 * layout.num_parameters)  # of zeros: only read, they take no memory
+    sha256 = hashlib.sha256(update).digest()
     names = [f"fake-{i}" for i in range(number)]
-    devices = [FakeDevice(name, layout.digest, update) for name in names]
+    devices = [FakeDevice(name, layout.digest, update, sha256=sha256) for name in names]
     await asyncio.gather(*(device.run(port) for device in devices))
     print(json.dumps({"num_reconnects": sum(device.num_reconnects for device in devices)}))
 
@@ -61,10 +114,8 @@ class RoundsFailed(Exception):
     """The server did not commit all rounds with all devices in time."""
 
 
-def peaks(
-    num_parameters: int, number: int, optimizer: str, *, staging_bytes: int = STAGING_BYTES
-) -> Figures:
-    """Run a server with that many fakes, and return its peaks.
+def peaks(case: Case, *, staging_bytes: int = STAGING_BYTES, cage: Cage | None = None) -> Figures:
+    """Run a server with that many fakes, and return its peaks; the server alone is in the cage.
 
     ``anonymous_at_start`` is before the first device has connected.
 
@@ -72,6 +123,10 @@ def peaks(
         RoundsFailed: it did not get through.
 
     """
+    num_parameters, number, optimizer = case
+    limit_seconds = serving.LIMIT_SECONDS + (
+        ROUNDS * 2 * number * case.model_bytes / BYTES_PER_SECOND
+    )
     settings = {
         "task": TASK,
         "rounds": ROUNDS,
@@ -83,7 +138,9 @@ def peaks(
         "cohort.max_aborted_rounds": 1,
         "server.staging_bytes": staging_bytes,
     }
-    with serving.server(settings, num_parameters=num_parameters) as running:
+    with serving.server(
+        settings, num_parameters=num_parameters, limit_seconds=limit_seconds, cage=cage
+    ) as running:
         at_start = memory_of(running.process.pid)["RssAnon"]
         command = [sys.executable, "-m", "benchmarks.server_memory", "--part"]
         devices = subprocess.Popen(
@@ -101,7 +158,7 @@ def peaks(
         finally:
             serving.end(devices)
     if len(rows) != ROUNDS or any(row["num_clients"] != number for row in rows):
-        raise RoundsFailed(f"{len(rows)} of {ROUNDS} rounds within {serving.LIMIT_SECONDS:.0f} s")
+        raise RoundsFailed(f"{len(rows)} of {ROUNDS} rounds within {limit_seconds:.0f} s")
     return {
         "peak": max(row["memory"]["VmHWM"] for row in rows),
         "anonymous": max(row["peaks"]["RssAnon"] for row in rows),
@@ -112,11 +169,12 @@ def peaks(
     }
 
 
-def measure(cases: Any) -> Figures:
+def measure(cases: Sequence[Case], *, limit_mib: int | None = None) -> Figures:
     """Measure every case beside the small models that it is held against."""
-    small = {number: peaks(SMALL, number, "sgd") for number in sorted({1, *(c[1] for c in cases)})}
-    adam = peaks(SMALL, 1, "adam") if any(case[2] == "adam" for case in cases) else small[1]
-    idle = {"sgd": small[1], "adam": adam}
+    numbers = sorted({1, *(case.num_clients for case in cases)})
+    small = {number: peaks(Case(SMALL, number, "sgd")) for number in numbers}
+    has_adam = any(case.optimizer == "adam" for case in cases)
+    idle = {"sgd": small[1], "adam": peaks(Case(SMALL, 1, "adam")) if has_adam else small[1]}
     figures: Figures = {
         "idle_peak_bytes": small[1]["peak"],
         "idle_anonymous_bytes": small[1]["anonymous"],
@@ -125,42 +183,72 @@ def measure(cases: Any) -> Figures:
         if number > 1:
             per = (found["anonymous"] - small[1]["anonymous"]) / (number - 1)
             figures[f"bytes_per_connection_of_{number}"] = per
-    for num_parameters, number, optimizer in cases:
-        model = 4 * num_parameters
-        case = f"P_{num_parameters}.clients_{number}.{optimizer}"
-        try:
-            found = peaks(num_parameters, number, optimizer)
-        except RoundsFailed as failed:
-            figures[case] = {"failed": str(failed)}
-            continue
-        staged = min(STAGING_BYTES, number * model)
-        in_flight = 2 * min(CHUNK_BYTES, model) * number
-        state = 2 * model if optimizer == "adam" else 0
-        figures[case] = {
-            "beyond_idle_models": (found["peak"] - idle[optimizer]["peak"]) / model,
-            "beyond_connections_models": (found["peak"] - small[number]["peak"]) / model,
-            "anonymous_beyond_idle_models": (
-                (found["anonymous"] - idle[optimizer]["anonymous"]) / model
-            ),
-            "anonymous_beyond_connections_models": (
-                (found["anonymous"] - small[number]["anonymous"]) / model
-            ),
-            "peak_file_bytes": found["file"],
-            "target_models": (3 * model + state + staged + in_flight) / model,
-            "round_seconds": found["round_seconds"],
-            "num_reconnects": found["num_reconnects"],
-        }
+    if limit_mib is not None:
+        figures["idle_cgroup_bytes"] = _idle_cgroup_bytes()
+    for case in cases:
+        limit = None
+        if limit_mib is not None:
+            needed = 3 * case.model_bytes + case.state_bytes
+            limit = figures["idle_cgroup_bytes"] + needed + limit_mib * 2**20
+        with caged(Confinement(memory_bytes=limit)) as cage:
+            try:
+                found = peaks(case, cage=cage)
+            except RoundsFailed as failed:
+                figures[case.name] = {"failed": str(failed), "is_killed": bool(cage.num_kills())}
+                continue
+        connections = small[case.num_clients]
+        figures[case.name] = _of(case, found, idle=idle[case.optimizer], connections=connections)
+        figures[case.name]["limit_bytes"] = limit
     return figures
 
 
+def _of(case: Case, found: Figures, *, idle: Figures, connections: Figures) -> Figures:
+    """Return the figures of a case, in models, beyond an idle server and beyond connections."""
+    model, number = case.model_bytes, case.num_clients
+    staged = min(STAGING_BYTES, number * model)
+    in_flight = 2 * min(CHUNK_BYTES, model) * number
+    anonymous = found["anonymous"] - idle["anonymous"]
+    return {
+        "beyond_idle_models": (found["peak"] - idle["peak"]) / model,
+        "beyond_connections_models": (found["peak"] - connections["peak"]) / model,
+        "anonymous_beyond_idle_models": anonymous / model,
+        "anonymous_beyond_connections_models": (
+            (found["anonymous"] - connections["anonymous"]) / model
+        ),
+        "anonymous_beyond_three_models_mib": (anonymous - 3 * model - case.state_bytes) / 2**20,
+        "peak_file_bytes": found["file"],
+        "target_models": (3 * model + case.state_bytes + staged + in_flight) / model,
+        "round_seconds": found["round_seconds"],
+        "num_reconnects": found["num_reconnects"],
+    }
+
+
+def _idle_cgroup_bytes() -> int:
+    """Return the peak of an idle server in a cgroup, with the pages of files that it read first."""
+    with caged(Confinement(memory_bytes=NO_LIMIT_BYTES)) as cage:
+        peaks(Case(SMALL, 1, "sgd"), cage=cage)
+        return cage.peak_bytes()
+
+
 def main() -> None:
-    flags = arguments(__doc__, part=())
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--case",
+        type=case_of,
+        action="append",
+        metavar="P:CLIENTS:OPTIMIZER",
+        help="measure this one, for example 350000000:10:sgd; may be given more than once",
+    )
+    parser.add_argument("--limit-mib", type=int, help="see above; needs root")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
     if flags.part:
         port, number = map(int, flags.part.split("/"))
         asyncio.run(run_devices(port, number))
         return
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    figures = measure(QUICK_CASES if flags.quick else CASES)
+    cases = flags.case or (QUICK_CASES if flags.quick else CASES)
+    figures = measure(cases, limit_mib=flags.limit_mib)
     figures["staging_bytes"] = STAGING_BYTES
     figures["target"] = "anonymous_beyond_connections_models <= target_models"
     report(figures, as_json=flags.json, doc=__doc__)

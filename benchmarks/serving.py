@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.confine import Cage
 from benchmarks.measure import ROOT, Figures, memory_of, num_descriptors, num_threads
 
 POLL_SECONDS = 0.005
@@ -60,8 +61,11 @@ def server(
     pause: tuple[int, float] | None = None,
     pace_seconds: float = 0.0,
     limit_seconds: float = LIMIT_SECONDS,
+    cage: Cage | None = None,
 ) -> Iterator[Serving]:
     """Start a server on a free port of loopback; it is ended at the end, or after the limit.
+
+    It is confined to ``cage``, if that is given.
 
     Raises:
         RuntimeError: it did not come up.
@@ -78,6 +82,7 @@ def server(
         env=environment(num_parameters),
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=None if cage is None else cage.enter,
     )
     guard = threading.Timer(limit_seconds, process.terminate)
     guard.start()

@@ -8,7 +8,9 @@ is VmHWM. Each runs in a process of its own, with one thread of torch; one behin
 they do not take each other's cores.
 
 * ``one-by-one-in-2``: two worker processes; the simulator's own process is a third. Its share of
-  its limit is that of each core: half of what both do.
+  its limit is that of each core: half of what both do. ``of_loops_at_once`` has as its limit two
+  processes that run the bare loop at the same time, each over half of the clients: what two cores
+  can do at once. It is given by the in-turn case only.
 * ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load
   takes its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40``
   tells the least microseconds a client of each part of a round besides.
@@ -25,8 +27,10 @@ The last two are left out if they are not installed (the extras ``ray`` and ``si
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +44,8 @@ from benchmarks.measure import Figures, arguments, child, memory_of, report
 from benchmarks.simulated_work import WORK, Work, loss_of, resident
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from headwater.server.rounds.round_loop import OnRound
     from headwater.server.rounds.round_row import RoundRow
 
@@ -88,17 +94,19 @@ def _tick() -> None:
 def in_turn(way: str, work: Work, number: int, rounds: int) -> Figures:
     """Run rounds of the whole system and of its limit by turns."""
     bare_round = _bare_round(LIMITS[way], work, number)
+    loops_at_once = _loops_at_once(work, number) if way == SHARED else None
     own: list[RoundRow] = []
     limit: list[float] = []
+    at_once: list[float] = []
 
     def after(row: RoundRow) -> None:
         own.append(row)
-        start = time.perf_counter()
-        bare_round()
-        limit.append(time.perf_counter() - start)
+        limit.append(_seconds_of(bare_round))
+        if loops_at_once is not None:
+            at_once.append(_seconds_of(loops_at_once))
 
     ours(way, work, number, rounds, on_round=after)
-    own, limit = own[2:], limit[2:]  # the first ones open the data, and warm up
+    own, limit, at_once = own[2:], limit[2:], at_once[2:]  # the first open the data, and warm up
     micro = 1e6 / number
     share = statistics.median(b / row.seconds for row, b in zip(own, limit, strict=True))
     figures: Figures = {
@@ -106,11 +114,55 @@ def in_turn(way: str, work: Work, number: int, rounds: int) -> Figures:
         "least_microseconds": min(row.seconds for row in own) * micro,
         "least_microseconds_of_limit": min(limit) * micro,
     }
+    if loops_at_once is not None:
+        figures["of_loops_at_once"] = statistics.median(
+            b / row.seconds for row, b in zip(own, at_once, strict=True)
+        )
+        figures["least_microseconds_of_loops_at_once"] = min(at_once) * micro
     parts = own[0].seconds_split
     return figures | {
         f"{part}_microseconds": min(row.seconds_split[part] for row in own) * micro
         for part in parts
     }
+
+
+def _seconds_of(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _loops_at_once(work: Work, number: int) -> Callable[[], None]:
+    """Start processes that each run the bare loop over their share of the clients, when called."""
+    context = multiprocessing.get_context("spawn")
+    connections = []
+    for _ in range(WORKERS):
+        ours, theirs = context.Pipe()
+        context.Process(
+            target=_run_loop, args=(theirs, work, number // WORKERS), daemon=True
+        ).start()
+        connections.append(ours)
+
+    def all_once() -> None:
+        for connection in connections:
+            connection.send(None)
+        for connection in connections:
+            connection.recv()
+
+    return all_once
+
+
+def _run_loop(connection: Connection, work: Work, number: int) -> None:
+    from headwater.common.system.heap import keep_freed_memory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as the simulator's processes
+    one_round = _bare_round("bare_loop", work, number)
+    with contextlib.suppress(EOFError):  # the benchmark has ended
+        while True:
+            connection.recv()
+            one_round()
+            connection.send(None)
 
 
 def bare(kind: str, work: Work, number: int, rounds: int) -> None:

@@ -27,6 +27,7 @@ KEYS = {
     "foreseen_memory": "cnn_4",
     "fuzz": "executions",
     "hostile_devices": "unasked_heads",
+    "large_batch": "tiny.K_2",
     "large_models": "figures",
     "load": "model_is_exact",
     "local_steps": "fedavg_5_epochs",
