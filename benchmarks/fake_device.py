@@ -76,6 +76,7 @@ class FakeDevice:
         self.acknowledged: list[int] = []
         """The rounds whose update the server said that it has, whole."""
         self._call: Any = None
+        self._has_left = False
         self._read_at = 0.0
         self._session = b""
         self._image_id = ""
@@ -87,24 +88,28 @@ class FakeDevice:
         """Stay connected until the server says goodbye, or ``leave`` is called."""
         import grpc.aio
 
-        while True:
+        self._has_left = False
+        while not self._has_left:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
-                try:
-                    await self._serve(channel.stream_stream(STREAM_METHOD)())
-                    return
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    self.num_reconnects += 1
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    if await self._serve(channel.stream_stream(STREAM_METHOD)()):
+                        return
+            self.num_reconnects += 1
             await asyncio.sleep(RETRY_SECONDS)
 
     async def leave(self) -> None:
         """Say that it goes; what it was asked for is not answered."""
         import grpc.aio
 
+        self._has_left = True
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._write(self._call, ClientFrame(leave=Leave()))
 
-    async def _serve(self, call: Any) -> None:
-        """Serve one stream until the server says goodbye, or has heard ours."""
+    async def _serve(self, call: Any) -> bool:
+        """Serve one stream; return whether the server said goodbye.
+
+        A server that has no attempts left for an address ends a stream without a word.
+        """
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
@@ -141,7 +146,8 @@ class FakeDevice:
                     case "fault":
                         raise RuntimeError(f"{self.name}: {frame.fault.code}: {frame.fault.text}")
                     case "goodbye":
-                        return
+                        return True
+            return False
         finally:
             if upload is not None:
                 upload.cancel()

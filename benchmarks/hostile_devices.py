@@ -1,9 +1,10 @@
 """Rounds per second and the server's memory while hostile devices try to stop the rounds.
 
-A real server and three light devices, each over real sockets. Beside them, in turn, nobody; a
-device that says hello, is silent, leaves and comes again under another name; and one that announces
-replies that nobody asked for, each with a head of a megabyte. ``rate_ratio`` is the rate beside an
-attack over that without, ``peak_ratio`` the same of the server's resident memory (VmHWM).
+A real server and three light devices, each over real sockets. Beside them, from the end of the
+first round on, in turn, nobody; a device that says hello, is silent, leaves and comes again under
+another name; and one that announces replies that nobody asked for, each with a head of a megabyte.
+``rate_ratio`` is the rate beside an attack over that without, ``peak_ratio`` the same of the
+server's resident memory (VmHWM).
 """
 
 from __future__ import annotations
@@ -90,10 +91,20 @@ ATTACKS = ("hello_and_silence", "unasked_heads")
 
 
 def play(part: str, port: int) -> subprocess.Popen[bytes]:
-    """Start a process that plays a part at a server's port."""
+    """Start a process that plays a part at a server's port, when its input says so."""
     command = [sys.executable, "-m", "benchmarks.hostile_devices", "--part", f"{part}/{port}"]
     chosen = serving.environment(NUM_PARAMETERS)
-    return subprocess.Popen(command, cwd=ROOT, env=chosen, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=chosen, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+
+
+def begin(playing: subprocess.Popen[bytes]) -> None:
+    """Let a process that ``play`` started connect to the server."""
+    assert playing.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        playing.stdin.write(b"begin\n")
+        playing.stdin.close()
 
 
 def one_run(attack: str | None, *, rounds: int) -> tuple[float, int]:
@@ -111,15 +122,24 @@ def one_run(attack: str | None, *, rounds: int) -> tuple[float, int]:
         "cohort.min_clients": NUM_HONEST,
     }
     with serving.server(settings, num_parameters=NUM_PARAMETERS) as running:
-        playing = [play(part, running.port) for part in (attack, "honest") if part is not None]
+        honest = play("honest", running.port)
+        attacking = None if attack is None else play(attack, running.port)
+        rows: list[Figures] = []
         try:
-            rows = list(running.rows())
+            begin(honest)
+            for row in running.rows():
+                if not rows and attacking is not None:
+                    # Not before: an address whose connections were refused has to wait, and here
+                    # all have the same.
+                    begin(attacking)
+                rows.append(row)
         finally:
-            for process in playing:
-                serving.end(process)
+            for process in (honest, attacking):
+                if process is not None:
+                    serving.end(process)
     if len(rows) != rounds:
         raise RuntimeError(f"{len(rows)} of {rounds} rounds beside {attack}")
-    # The first round waits for newcomers, the attacker among them.
+    # The first round waits for newcomers, and no attack has begun.
     rate = (rounds - 1) / sum(row["wall_seconds"] for row in rows[1:])
     return rate, max(row["memory"]["VmHWM"] for row in rows)
 
@@ -148,9 +168,10 @@ def main() -> None:
         part, port = flags.part.split("/")
         layout = build_model(load_task(TASK), seed=0).layout
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(PARTS[part](int(port), layout.digest))
+            if sys.stdin.readline():  # otherwise the parent has ended
+                asyncio.run(PARTS[part](int(port), layout.digest))
         return
-    sizes = {"rounds": 5, "turns": 1} if flags.quick else {"rounds": ROUNDS, "turns": TURNS}
+    sizes = {"rounds": 40, "turns": 1} if flags.quick else {"rounds": ROUNDS, "turns": TURNS}
     report(measure(**sizes), as_json=flags.json, doc=__doc__)
 
 
