@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 
 from headwater.client.memory.activation_checkpointing import (
     Choice,
@@ -28,7 +27,11 @@ from headwater.client.memory.peak_model import (
     guarded_bytes,
     resident_bytes,
 )
-from headwater.client.trainer.task_trial import predicted_footprint, try_examples
+from headwater.client.trainer.task_trial import (
+    PassedExample,
+    predicted_footprint,
+    try_examples,
+)
 from headwater.client.training.context import TrainingContext
 from headwater.common.errors import OutOfMemory
 from headwater.common.model.parameters import ModelImage
@@ -59,8 +62,8 @@ class CheckpointedClients:
         """
         self.pass_memory: PassMemory | None = None
         """The measured pass of one example; None if memory was not short."""
-        self.pass_seconds: float | None = None
-        """The seconds of that pass; None without one, or if its gradient was not finite."""
+        self.passed: PassedExample | None = None
+        """The example of that pass; None without one, or if its gradient was not finite."""
         self._image = image
         self._choices: dict[str, Choice | None] = {}
         self._is_measured = False
@@ -144,11 +147,10 @@ class CheckpointedClients:
         one_pass = functools.partial(
             measured_pass, rest_bytes=rest, meter=PeakMeter(), cheap_bytes=found.cheap
         )
-        begun, begun_cpu = time.monotonic(), time.process_time()
-        self.pass_memory = measured = try_examples(context, one_pass)
-        seconds = min(time.monotonic() - begun, time.process_time() - begun_cpu)
+        self.pass_memory, passed = try_examples(context, one_pass)
+        measured = self.pass_memory
         if measured is not None and math.isfinite(context.accumulator.gradient_norm()):
-            self.pass_seconds = seconds
+            self.passed = passed
         context.accumulator.zero()
         if measured is None:
             return

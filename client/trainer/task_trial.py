@@ -3,8 +3,8 @@
 The gradients are added in the accumulator, so the check takes the memory of a training pass of as
 many examples as it compares, and no second vector. A large or slow model is compared on two
 examples instead of four, and without gradients if two are predicted not to fit. Of a model that
-takes seconds for an example no more examples are looked at than these two; and they pass forward
-alone if an example has passed backward already, when its memory was measured.
+takes seconds for an example no more examples are looked at than these two. If one of them has
+passed backward already, when its memory was measured, the other passes forward alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.additivity.comparison import Comparison
 from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.additivity.single_examples import NUM_TRIED, SingleExamples
+from headwater.common.additivity.sums import Sums
 from headwater.common.additivity.survey import Survey, look_over
 from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, summary
@@ -61,12 +62,21 @@ class CheckReport:
     """The examples that a forward pass may take at a time."""
 
 
-def check_task(context: TrainingContext, *, pass_seconds: float | None = None) -> CheckReport:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassedExample:
+    """An example that passed forward and backward, with a finite gradient."""
+
+    position: int
+    sums: Sums
+    seconds: float
+
+
+def check_task(context: TrainingContext, *, passed: PassedExample | None = None) -> CheckReport:
     """Check that the task runs on real examples, and that what it returns is a sum.
 
-    ``pass_seconds`` is what an example took that passed backward already, with a finite gradient;
-    None: none has. If one example alone does not fit in memory, activation checkpointing is
-    switched on. The accumulator's vector is zero afterwards.
+    If ``passed`` took long, it does not pass again, unless the task or its data draw random
+    numbers. If one example alone does not fit in memory, activation checkpointing is switched on.
+    The accumulator's vector is zero afterwards.
 
     Raises:
         TaskFailed: every example that was tried raised, or examples raise together.
@@ -74,11 +84,11 @@ def check_task(context: TrainingContext, *, pass_seconds: float | None = None) -
         TaskNotAdditive, BuffersChanged: see ``headwater.common.additivity.comparison``.
         OutOfMemory: one example alone does not fit.
     """
-    room, name, is_switched_on = _Room(context, pass_seconds or 0.0), context.name, False
+    room, name, is_switched_on = _Room(context, passed), context.name, False
     does_not_fit = f"{name}: one example alone does not fit in memory{room.text}"
     while True:
         try:
-            report = _checked(context, room)
+            report = _checked(context, room, passed)
             break
         except MemoryError:
             if is_switched_on:
@@ -99,15 +109,18 @@ def _switch_on(context: TrainingContext) -> bool:
     return is_on
 
 
-def _checked(context: TrainingContext, room: _Room) -> CheckReport:
+def _checked(context: TrainingContext, room: _Room, passed: PassedExample | None) -> CheckReport:
     task, model, examples = context.task, context.image.model, context.examples
     with as_it_was(model):
         cache = ExampleCache(task, examples)
         singles = SingleExamples(task, model, cache, has_gradients=not room.is_slow)
         comparison = Comparison(singles)
         lengths = context.lengths
-        tried = range(len(examples)) if lengths is None else lengths.sample
-        singles.add(tried[:NUM_TRIED], room.may_add)
+        tried = [*(range(len(examples)) if lengths is None else lengths.sample)[:NUM_TRIED]]
+        if passed is not None and room.is_slow and cache.is_fixed(passed.position):
+            singles.sums[passed.position] = passed.sums
+            tried.insert(0, passed.position)
+        singles.add(tried, room.may_add)
         if singles.sums:
             comparison.run(room.may_train_on)
         zero: set[str] = set()
@@ -181,14 +194,13 @@ def _all_failed(
 class _Room:
     """The memory and time that trial passes may take, from what the passes so far took."""
 
-    def __init__(self, context: TrainingContext, pass_seconds: float) -> None:
-        """Take what one example took before, 0 if that is unknown."""
+    def __init__(self, context: TrainingContext, passed: PassedExample | None) -> None:
         release_freed_memory()
         self._context, self._memory = context, context.memory
         self._rest_bytes = resident_bytes()
         self._peak = PeakMeter()
         self._begun, self._begun_cpu = time.monotonic(), time.process_time()
-        self._seconds_each = self._least_seconds = pass_seconds
+        self._seconds_each = self._least_seconds = 0.0 if passed is None else passed.seconds
 
     def may_add(self, num_examples: int) -> bool:
         """Return whether to compare so many examples' gradients; one fewer has passed alone."""
@@ -240,7 +252,8 @@ def predicted_footprint(context: TrainingContext) -> Footprint | None:
     From one forward pass of the first example that succeeds, which takes less memory than a pass
     without checkpointing. None if the model has no blocks to checkpoint, or no example succeeds.
     """
-    return try_examples(context, footprint, with_backward=False)
+    found, _ = try_examples(context, footprint, with_backward=False)
+    return found
 
 
 Found = TypeVar("Found")
@@ -251,26 +264,33 @@ def try_examples(
     measured: Callable[[nn.Module, Callable[[], object]], Found | None],
     *,
     with_backward: bool = True,
-) -> Found | None:
+) -> tuple[Found | None, PassedExample | None]:
     """Return what ``measured`` returns for the model and a pass of the first example that succeeds.
 
-    None if none of the first few does, or memory runs out.
+    Behind it the example itself. Both are None if none of the first few does, or memory runs out.
     """
     tried = first_examples(context)
+    sums = Sums(0.0, 0, {})
 
     def one_pass(position: int) -> None:
-        loss, _, _ = forward(PLAN, tried, (position,), context)
+        nonlocal sums
+        loss, weight, metrics = forward(PLAN, tried, (position,), context)
+        sums = Sums(loss.item(), weight, metrics)
         if with_backward:
             backward(loss)
 
     for position in tried.positions:
+        begun, begun_cpu = time.monotonic(), time.process_time()
         try:
-            return measured(context.image.model, functools.partial(one_pass, position))
+            found = measured(context.image.model, functools.partial(one_pass, position))
         except InvalidGradients as error:
             log.debug("%s: an example failed: %s", context.name, error)
         except MemoryError:
             break
-    return None
+        else:
+            seconds = min(time.monotonic() - begun, time.process_time() - begun_cpu)
+            return found, PassedExample(position=position, sums=sums, seconds=seconds)
+    return None, None
 
 
 def first_examples(context: TrainingContext) -> Window:

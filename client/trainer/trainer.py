@@ -178,7 +178,7 @@ class Trainer:
             with machine.bounded():
                 self.checkpointed.fit(context)
                 self.accumulator.zero()
-                report = check_task(context, pass_seconds=self.checkpointed.pass_seconds)
+                report = check_task(context, passed=self.checkpointed.passed)
                 self.accumulator.check_views()
                 if self._trial is not None:
                     self._trial(context)

@@ -169,9 +169,8 @@ class Comparison:
 
     def _explain(self, error: TaskNotAdditive, group: Sequence[int]) -> None:
         """Raise the error, with a wrong broadcast named; unless the loss itself is random."""
-        first = group[0]
-        again = self._forward(self._cache, [first])
-        if again != self._singles.sums[first]:
+        first, again = (self._forward(self._cache, group[:1]) for _ in range(2))
+        if first != again:
             self._singles.is_random = True
             self._compare_draws(group)
             return

@@ -70,6 +70,12 @@ class ExampleCache:
         """Whether collate draws random numbers."""
         return self._frozen is not None
 
+    def is_fixed(self, position: int) -> bool:
+        """Return whether an example is the same each time it is fetched."""
+        if not self._is_plain and position not in self._fetched:
+            self._fetched[position] = _fetch(self.examples, position)
+        return not self.differs_each_time(position)
+
     def differs_each_time(self, position: int) -> bool:
         """Return whether an example differs from what it was when it was fetched first."""
         if self._is_plain or position not in self._fetched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,15 +71,19 @@ def test_a_model_that_takes_most_of_the_limit_is_measured_in_a_heap_without_hole
     assert mallopt == [*COMPACT, *FAST]  # and training is fast, as a plain pass fits
 
 
-def test_the_seconds_of_a_measured_pass_are_known_unless_its_gradient_is_not_finite(
+def test_the_example_of_a_measured_pass_is_known_unless_its_gradient_is_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1e9)  # so a pass is measured
-    assert (fit(1.5).pass_seconds or 0.0) > 0.0
+    passed = fit(1.5).passed
+    assert passed is not None
+    assert passed.seconds > 0.0
+    assert math.isfinite(passed.sums.loss)
+    assert passed.sums.weight == 1
     monkeypatch.setattr(Deep, "scale", 1e39)
     clients = fit(1.5)
     assert clients.pass_memory is not None
-    assert clients.pass_seconds is None
+    assert clients.passed is None
 
 
 def test_a_model_far_below_the_limit_leaves_the_heap_as_it_is(

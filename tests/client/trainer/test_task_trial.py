@@ -12,8 +12,16 @@ from torch.utils.data import Dataset
 from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.trainer import task_trial
-from headwater.client.trainer.task_trial import CheckReport, check_task
+from headwater.client.trainer.task_trial import (
+    CheckReport,
+    PassedExample,
+    check_task,
+    first_examples,
+)
 from headwater.client.trainer.trainer import Trainer
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.gradient_pass import forward
+from headwater.common.additivity.sums import Sums
 from headwater.common.errors import (
     BuffersChanged,
     NoFiniteExample,
@@ -128,7 +136,13 @@ def test_a_slow_model_passes_once_backward_and_three_examples_forward(
     assert any("were not compared" in note for note in report.notes)
 
 
-def test_a_slow_model_whose_pass_was_measured_passes_forward_alone() -> None:
+def slow_pass(context: TrainingContext, position: int) -> PassedExample:
+    loss, weight, metrics = forward(task_trial.PLAN, first_examples(context), (position,), context)
+    sums = Sums(loss.item(), weight, metrics)
+    return PassedExample(position=position, sums=sums, seconds=task_trial.MAX_SECONDS + 1.0)
+
+
+def test_an_example_of_a_slow_model_that_passed_does_not_pass_again() -> None:
     passed: list[tuple[bool, int]] = []
 
     class Noted(TwoLayers):
@@ -136,11 +150,35 @@ def test_a_slow_model_whose_pass_was_measured_passes_forward_alone() -> None:
             passed.append((torch.is_grad_enabled(), len(batch[0])))
             return super().loss_sum(model, batch)
 
-    slow = task_trial.MAX_SECONDS + 1.0
-    report = check_task(training_context(Noted(), examples(8)), pass_seconds=slow)
-    assert passed == [(False, 1), (False, 1), (False, 2)]
+    context = training_context(Noted(), examples(8))
+    before = slow_pass(context, 5)
+    passed.clear()
+    report = check_task(context, passed=before)
+    assert passed == [(False, 1), (False, 2)]
     assert report.num_seen == 2
     assert any("were not compared" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("has_dropout", [False, True])
+def test_an_example_that_differs_each_time_passes_again(has_dropout: bool) -> None:
+    class Noise(Dataset[tuple[Tensor, ...]]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+            inputs, target, kind = data[position]
+            return (inputs if has_dropout else torch.randn(inputs.shape)), target, kind
+
+    class Dropping(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            drops = has_dropout and model.training
+            inputs = torch.nn.functional.dropout(batch[0], 0.5, training=drops)
+            return super().loss_sum(model, [inputs, *batch[1:]])
+
+    data = examples(8)
+    context = training_context(Dropping(), Noise())  # type: ignore[arg-type]
+    report = check_task(context, passed=slow_pass(context, 0))
+    assert not any("draws random numbers" in note for note in report.notes)
 
 
 def test_a_buffer_that_a_forward_pass_changes_is_found_without_a_backward_pass() -> None:
@@ -154,9 +192,9 @@ def test_a_buffer_that_a_forward_pass_changes_is_found_without_a_backward_pass()
             model.get_buffer("calls").add_(1)
             return super().loss_sum(model, batch)
 
-    slow = task_trial.MAX_SECONDS + 1.0
+    context = training_context(Counting(), examples(8))
     with pytest.raises(BuffersChanged, match="changed the buffer calls"):
-        check_task(training_context(Counting(), examples(8)), pass_seconds=slow)
+        check_task(context, passed=slow_pass(context, 0))
 
 
 def test_a_mean_of_a_slow_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +203,12 @@ def test_a_mean_of_a_slow_model_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
             loss, weight = super().loss_sum(model, batch)
             return loss / weight, weight
 
+    context = training_context(Mean(), examples(8))
+    with pytest.raises(TaskNotAdditive, match="probably a mean"):
+        check_task(context, passed=slow_pass(context, 3))
     monkeypatch.setattr(task_trial, "MAX_SECONDS", 0.0)
     with pytest.raises(TaskNotAdditive, match="probably a mean"):
-        check_task(training_context(Mean(), examples(8)))
+        check_task(context)
 
 
 def test_augmentation_from_torch_s_generator_is_the_same_when_a_window_is_summed_again() -> None:
