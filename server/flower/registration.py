@@ -24,6 +24,7 @@ from headwater.common.errors import (
     AggregatorRefused,
     ConnectionLost,
     CorruptUpdate,
+    FrozenPartMissing,
     HeadwaterError,
     IdentityRefused,
     LateUpdate,
@@ -129,6 +130,10 @@ class Registration:
             return own
         return {**self.branches.devices(one.name for one in self.reports.values()), **own}
 
+    def nodes(self) -> dict[str, int]:
+        """Return the node of each client, and of each aggregator, by name."""
+        return {report.name: node for node, report in self.reports.items()}
+
     @property
     def awaits_newcomers(self) -> bool:
         """Whether some newcomer that is connected has not answered yet."""
@@ -179,6 +184,17 @@ class Registration:
             for message_id, one in self._pending.items()
             if not (one.is_repeat and one.node_id in nodes)
         }
+
+    def note_error(self, name: str, error: HeadwaterError) -> None:
+        """Forget a client that must describe itself again after this error in place of an answer.
+
+        A client that returns over our stream describes itself again. On Flower's own engines a node
+        stays the same, and a restarted SuperNode is a new one. A client that lost the frozen part
+        is sent it again when it has described itself.
+        """
+        has_left = isinstance(error, ConnectionLost) and self._own is not None
+        if has_left or isinstance(error, FrozenPartMissing):
+            self.reports.pop(self.nodes().get(name, 0), None)
 
     def _ask(self, requests: Mapping[int, DescribeRequest], *, is_repeat: bool = False) -> None:
         if not requests:

@@ -15,7 +15,7 @@ from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.run_state import Training
 from tests.masked import RUN, settings_of
-from tests.server.flower.test_grid_fleet import Answering
+from tests.server.flower.test_dispatched_plans import Answering
 
 NEWCOMER = 5
 

@@ -13,7 +13,7 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
-from headwater.server.flower import grid_fleet
+from headwater.server.flower import dispatched_plans
 from headwater.server.flower.grid_fleet import GridFleet
 from tests.common.system.test_bounded_memory import is_in_file
 from tests.server.flower.test_registration import REQUEST, Wire
@@ -71,7 +71,7 @@ def test_the_models_of_many_steps_with_plans_out_take_bounded_memory(
 ) -> None:
     """Beyond the bound they are in files, and each client still gets the model of its own step."""
     image = ModelImage(nn.Linear(2, 1))
-    monkeypatch.setattr(grid_fleet, "MODELS_RAM_BYTES", 2 * image.layout.num_bytes)
+    monkeypatch.setattr(dispatched_plans, "MODELS_RAM_BYTES", 2 * image.layout.num_bytes)
     wire = Answering(*range(1, 6))
     fleet = GridFleet(wire)
     fleet.describe(REQUEST, min_clients=5)
