@@ -81,7 +81,7 @@ def check_together(
     if simulation.aggregators > 1:
         found += _of_tree(simulation, secure, aggregation, asynchronous)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
-    found += [*_of_local(local, plan, schedule, algorithm, secure)]
+    found += _of_local(local, plan, schedule, algorithm, secure)
     if found:
         raise found[0]
 
@@ -171,22 +171,7 @@ def _of_local(
                 remedy=f"leave out {given[0]}, or set --algorithm, --local-steps or --local-epochs",
             )
         return
-    if plan.accumulation_steps is not None and local.batch_size is not None:
-        yield SettingsError(
-            "--accumulation-steps and --local-batch-size both set the examples of a local step",
-            remedy="leave out --local-batch-size or --accumulation-steps",
-        )
-    targets = {
-        "--effective-batch-size": plan.effective_batch_size != DEFAULT_EXAMPLES,
-        "--tokens-per-update": plan.tokens_per_update is not None,
-    }
-    for flag, is_set in targets.items():
-        if is_set and plan.accumulation_steps is None:
-            yield SettingsError(
-                f"{flag} sets the examples of a round, and so do the local steps: their number "
-                "times --local-batch-size, or the devices' own data",
-                remedy=f"leave out {flag}, and set --local-batch-size",
-            )
+    yield from _of_local_examples(local, plan)
     if plan.follow_noise_scale:
         yield SettingsError(
             "with local steps the model moves between the micro-batches, so that their norms show "
@@ -212,6 +197,26 @@ def _of_local(
             remedy="leave out --secure-aggregation or --local-epochs, and set --local-steps: it "
             "wins over the epochs that --algorithm sets",
         )
+
+
+def _of_local_examples(local: LocalSettings, plan: PlanSettings) -> Iterator[SettingsError]:
+    """Yield what sets the examples of local steps a second time."""
+    if plan.accumulation_steps is not None and local.batch_size is not None:
+        yield SettingsError(
+            "--accumulation-steps and --local-batch-size both set the examples of a local step",
+            remedy="leave out --local-batch-size or --accumulation-steps",
+        )
+    targets = {
+        "--effective-batch-size": plan.effective_batch_size != DEFAULT_EXAMPLES,
+        "--tokens-per-update": plan.tokens_per_update is not None,
+    }
+    for flag, is_set in targets.items():
+        if is_set and plan.accumulation_steps is None:
+            yield SettingsError(
+                f"{flag} sets the examples of a round, and so do the local steps: their number "
+                "times --local-batch-size, or the devices' own data",
+                remedy=f"leave out {flag}, and set --local-batch-size",
+            )
 
 
 def _of_algorithm(algorithm: AlgorithmSettings, plan: PlanSettings) -> Iterator[SettingsError]:
@@ -346,41 +351,10 @@ def _of_asynchronous(
                 remedy=f"leave out {flag}, or add --asynchronous",
             )
         return
-    if size is not None and size < cohort.min_clients:
-        yield SettingsError(
-            f"a step has {size} updates (--buffer), and needs {cohort.min_clients} (--min-clients)",
-            remedy="raise --buffer, or lower --min-clients",
-        )
-    if size is not None and cohort.size is not None and size > cohort.size:
-        yield SettingsError(
-            f"--cohort-size {cohort.size} is the number of clients at work at a time, and a buffer "
-            f"of {size} would never be full",
-            remedy="lower --buffer, or raise --cohort-size",
-        )
-    is_masked = secure.aggregation != "off"
-    if is_masked and size is not None and size < secure.min_members:
-        yield SettingsError(
-            f"a step has {size} updates (--buffer), and a secure session needs "
-            f"{secure.min_members} (secure.min_members)",
-            remedy=f"raise --buffer to {secure.min_members} or more",
-        )
-    if is_masked and asynchronous.offline_windows > 1:
-        yield SettingsError(
-            "a device masks one window of a plan, and --offline-windows sums several",
-            remedy="leave out --offline-windows, or --secure-aggregation",
-        )
-    if asynchronous.offline_windows > 1 and cohort.weighting == "dataset":
-        yield SettingsError(
-            "--weighting dataset gives each update the weight of its client's data, however many "
-            "windows it has",
-            remedy="leave out --weighting, or --offline-windows",
-        )
-    if asynchronous.offline_windows > 1 and compression.up != "off":
-        yield SettingsError(
-            f"--compress {compression.up} keeps what one update leaves out, and the sum of several "
-            "windows is sent whole",
-            remedy="leave out --compress, or --offline-windows",
-        )
+    if size is not None:
+        yield from _of_buffer(size, cohort, secure)
+    if asynchronous.offline_windows > 1:
+        yield from _of_offline_windows(cohort, compression, secure)
     refused = {
         "an update's part of the sum follows from its staleness, so that the noise of a sum has no "
         "fixed bound to cover: leave out --privacy-epsilon, or --asynchronous": privacy.is_on,
@@ -399,6 +373,52 @@ def _of_asynchronous(
         if is_refused:
             what, _, remedy = text.partition(": ")
             yield SettingsError(f"in asynchronous rounds {what}", remedy=remedy)
+
+
+def _of_buffer(
+    size: int, cohort: CohortSettings, secure: SecureSettings
+) -> Iterator[SettingsError]:
+    """Yield what makes a buffer of this size too small, or never full."""
+    if size < cohort.min_clients:
+        yield SettingsError(
+            f"a step has {size} updates (--buffer), and needs {cohort.min_clients} (--min-clients)",
+            remedy="raise --buffer, or lower --min-clients",
+        )
+    if cohort.size is not None and size > cohort.size:
+        yield SettingsError(
+            f"--cohort-size {cohort.size} is the number of clients at work at a time, and a buffer "
+            f"of {size} would never be full",
+            remedy="lower --buffer, or raise --cohort-size",
+        )
+    if secure.aggregation != "off" and size < secure.min_members:
+        yield SettingsError(
+            f"a step has {size} updates (--buffer), and a secure session needs "
+            f"{secure.min_members} (secure.min_members)",
+            remedy=f"raise --buffer to {secure.min_members} or more",
+        )
+
+
+def _of_offline_windows(
+    cohort: CohortSettings, compression: CompressionSettings, secure: SecureSettings
+) -> Iterator[SettingsError]:
+    """Yield what does not go with updates that sum several windows."""
+    if secure.aggregation != "off":
+        yield SettingsError(
+            "a device masks one window of a plan, and --offline-windows sums several",
+            remedy="leave out --offline-windows, or --secure-aggregation",
+        )
+    if cohort.weighting == "dataset":
+        yield SettingsError(
+            "--weighting dataset gives each update the weight of its client's data, however many "
+            "windows it has",
+            remedy="leave out --weighting, or --offline-windows",
+        )
+    if compression.up != "off":
+        yield SettingsError(
+            f"--compress {compression.up} keeps what one update leaves out, and the sum of several "
+            "windows is sent whole",
+            remedy="leave out --compress, or --offline-windows",
+        )
 
 
 def why_no_branches(
