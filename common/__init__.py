@@ -14,9 +14,12 @@ Each term has one meaning, the same in code, logs, documentation, metrics and te
 * quota: The examples that a plan requests from one client in one round; K = ceil(quota /
   micro_batch_size).
 * effective batch size: The weight actually summed over the cohort.
+* window: The examples of one plan: those that come next in the client's order, in micro-batches.
 * update: What a client sends: one float32 vector [P] and its weight.
 * population, cohort, round: All clients known; the clients invited now; one server step.
 * client, device: The participant in a round; the machine that it runs on.
+* aggregator, branch: A server of some of the devices that is one device to the server above; its
+  devices.
 * dropout: A client that was invited and did not finish. (``nn.Dropout`` has its ``p_drop``.)
 * plan: One client's instructions for one round: quota, micro-batch size, deadline and more.
 * planner: Decides quota, micro-batch size and K for each client.
