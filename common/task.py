@@ -14,8 +14,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed
+from headwater.common.example_streams import as_examples
 from headwater.common.run_scope import object_named
-from headwater.common.streams import as_examples
 from headwater.common.task_spec import METHODS, find_task_class
 from headwater.common.user_code import described, running
 

@@ -21,8 +21,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from headwater.common.bundled_examples import is_bundled
 from headwater.common.errors import UnknownTask
-from headwater.common.example_files import is_bundled
 from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)

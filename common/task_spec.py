@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.errors import UnknownTask
-from headwater.common.example_files import existing_or_bundled
 from headwater.common.task_import import (
     explained,
     import_task_module,

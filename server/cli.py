@@ -91,7 +91,7 @@ def serve(
     listen = settings.server.listen
     credentials = check_addresses(settings, listen, metrics=settings.server.metrics)
     if settings.server.page is not None:
-        from headwater.server.page.listen import check_page_address
+        from headwater.server.page.page_server import check_page_address
 
         check_page_address(settings.server.page, has_tls=credentials is not None)
     from headwater.common.settings.sources import default_out

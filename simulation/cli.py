@@ -141,7 +141,7 @@ def replay(
 
     Try it: headwater-simulate replay runs/DIR
     """
-    from headwater.server.page.listen import page_of
+    from headwater.server.page.page_server import page_of
     from headwater.server.page.replay import FinishedRun
 
     with page_of(FinishedRun(folder), page) as link:

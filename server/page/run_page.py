@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.transport.tls import Credentials
-from headwater.server.page.listen import page_of
+from headwater.server.page.page_server import page_of
 from headwater.server.page.run_view import RunView
 from headwater.server.rounds.observer import Observer
 from headwater.server.transport.device_records import DeviceRecords

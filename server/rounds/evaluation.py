@@ -25,10 +25,10 @@ from headwater.common.errors import (
     SettingsError,
     TaskFailed,
 )
+from headwater.common.example_streams import as_examples
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
-from headwater.common.streams import as_examples
 from headwater.common.task import Examples, Metrics, Task, loss_sum
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.data.data_paths import find_data
 from headwater.common.errors import SettingsError
-from headwater.common.example_files import existing_or_bundled
 from headwater.common.secagg.protocol import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted

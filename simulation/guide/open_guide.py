@@ -9,7 +9,7 @@ import torch
 
 from headwater.common.errors import InsecureAddress
 from headwater.common.transport.tls import is_loopback, split_address
-from headwater.server.page.listen import serving
+from headwater.server.page.page_server import serving
 from headwater.simulation.guide.run_lab import RunLab
 from headwater.simulation.guide.web import guide_app
 

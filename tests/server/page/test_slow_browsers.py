@@ -15,7 +15,7 @@ import pytest
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.server.page import hub
-from headwater.server.page.listen import page_of
+from headwater.server.page.page_server import page_of
 from headwater.server.page.run_view import RunView
 from tests.round_rows import row
 

@@ -15,7 +15,7 @@ import pytest
 from headwater.common.errors import InsecureAddress, SettingsError
 from headwater.server.enrolment.authority import make_authority
 from headwater.server.page.hub import Hub
-from headwater.server.page.listen import check_page_address, serving
+from headwater.server.page.page_server import check_page_address, serving
 from headwater.server.page.replay import FinishedRun
 from headwater.server.page.web import FILES, page_app
 from tests.certificates import credentials_of

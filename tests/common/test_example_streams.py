@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwater.common import streams
+from headwater.common import example_streams
 from headwater.common.errors import TaskError
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
@@ -18,7 +18,7 @@ STREAMS = "tests/stranger_tasks/streams.py"
 
 @pytest.fixture(autouse=True)
 def _logged_again() -> None:
-    streams._log_stream.cache_clear()
+    example_streams._log_stream.cache_clear()
 
 
 def opened(kind: str) -> Any:
@@ -36,13 +36,13 @@ def test_a_finite_stream_is_read_whole_and_the_log_says_so(
 
 
 def test_an_endless_stream_is_cut_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert len(opened("Endless")) == streams.MAX_EXAMPLES
+    assert len(opened("Endless")) == example_streams.MAX_EXAMPLES
     assert "its first 10,000 examples are read into memory" in caplog.text
     assert "the rest of the stream is not used" in caplog.text
 
 
 def test_a_stream_of_large_examples_is_cut_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_BYTES", 240)  # an example has 5 + 1 float32
+    monkeypatch.setattr(example_streams, "MAX_BYTES", 240)  # an example has 5 + 1 float32
     assert len(opened("Endless")) == 10
 
 
