@@ -4,7 +4,7 @@
 ``conversations`` plays streams in which up to four frames are not as they should be to the real
 servicer, and ``wire`` sends mutated bytes of a whole connection, HTTP/2 and all, to its port. What
 must hold is in ``tests/attacks/fuzz_targets.py``. A breach ends the run with the shortest input
-that hypothesis finds for it. A short form of it runs with the tests, with the same inputs each time.
+that hypothesis finds for it. A short form runs with the tests, with the same inputs each time.
 
 ``executions`` are inputs, ``rss_grown_bytes`` is the memory of this process at the end less that
 after the first tenth, ``lines`` the share of the lines of each file that the first inputs reach.
