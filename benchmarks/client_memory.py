@@ -40,14 +40,16 @@ from benchmarks.measure import (
 
 TASK = "benchmarks/tasks.py:Perceptron"
 ROUNDS = 20
-SETTLE_SECONDS, IDLE_SECONDS = 6.0, 60.0
+# The server pauses for longer than the figures take, however slow the machine is.
+PAUSE_SECONDS, IDLE_SECONDS = 120.0, 60.0
 
 # headwater-client itself, which on SIGUSR1 writes the names of its modules to a file.
 CLIENT = """
-import signal, sys
+import os, signal, sys
 def tell(*_):
-    with open(sys.argv[1], "w") as file:
+    with open(sys.argv[1] + ".part", "w") as file:
         file.write("\\n".join(sys.modules))
+    os.rename(sys.argv[1] + ".part", sys.argv[1])
 signal.signal(signal.SIGUSR1, tell)
 from headwater.client.cli import app
 app(args=sys.argv[2:])
@@ -110,7 +112,7 @@ def once(rounds: int, *, idle_seconds: float) -> Figures:
         least = _started(stack, LEAST)
         assert least.stdout is not None
         least.stdout.readline()
-        pause = (rounds, SETTLE_SECONDS + idle_seconds)
+        pause = (rounds, PAUSE_SECONDS + idle_seconds)
         running = stack.enter_context(serving.server(settings, pause=pause))
         told = folder / "modules"
         flags = serving.client_flags(running.port, TASK, 0, folder)
@@ -129,10 +131,23 @@ def once(rounds: int, *, idle_seconds: float) -> Figures:
             time.sleep(idle_seconds)
             spent = cpu_seconds(client.pid) - before
             figures["idle_share_of_a_core"] = spent / idle_seconds
-        os.kill(client.pid, signal.SIGUSR1)
-        time.sleep(1.0)
-        figures["has_dynamo"] = "torch._dynamo" in told.read_text().splitlines()
+        figures["has_dynamo"] = "torch._dynamo" in _modules(client, told)
+        running.process.kill()  # rather than wait for the end of its pause
     return figures
+
+
+def _modules(client: subprocess.Popen[str], told: Path) -> list[str]:
+    """Return the names of the modules that a client has imported.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
+    os.kill(client.pid, signal.SIGUSR1)
+    while not told.exists():
+        if client.poll() is not None:
+            raise RuntimeError(f"the client ended with status {client.returncode}")
+        time.sleep(0.05)
+    return told.read_text().splitlines()
 
 
 def _started(stack: ExitStack, code: str, *flags: str) -> subprocess.Popen[str]:

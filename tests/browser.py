@@ -13,7 +13,7 @@ from pathlib import Path
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-WAIT_SECONDS, POLL_MILLISECONDS = 150.0, 30
+WAIT_SECONDS, POLL_MILLISECONDS = 280.0, 30
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SERIOUS = {"serious", "critical"}
 
@@ -83,7 +83,9 @@ def chromium() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     assert path is not None, "tests of the page need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=1000 * WAIT_SECONDS
+        )
         try:
             yield browser
         finally:
@@ -105,6 +107,7 @@ def tab(
     page.on("console", lambda message: opened.console.append(message.text))
     page.on("pageerror", lambda error: opened.console.append(str(error)))
     try:
+        page.set_default_timeout(1000 * WAIT_SECONDS)
         page.goto(url)
         yield opened
         assert opened.console == []

@@ -42,7 +42,7 @@ def make_folder(folder: Path, *names: str, hosts: Sequence[str] = HOSTS) -> Path
 
 
 def token_for(
-    folder: Path, name: str, *, address: str = "127.0.0.1:1", valid: float = 60
+    folder: Path, name: str, *, address: str = "127.0.0.1:1", valid: float = 600
 ) -> JoinToken:
     """Create a join token and register it."""
     token = JoinToken.new(

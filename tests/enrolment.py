@@ -40,10 +40,10 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def token_at(folder: Path, port: int, name: str = "pi", *, valid: float = 60) -> JoinToken:
+def token_at(folder: Path, port: int, name: str = "pi", *, valid: float = 600) -> JoinToken:
     """Make a token, and wait until the port is open for it."""
     token = token_for(folder, name, address=f"127.0.0.1:{port}", valid=valid)
-    until(lambda: is_open(port), seconds=10, what=lambda: "the enrolment port")
+    until(lambda: is_open(port), what=lambda: "the enrolment port")
     return token
 
 

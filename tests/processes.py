@@ -31,7 +31,7 @@ from typing import Any, Self
 from headwater.server.operations import orders
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_SECONDS = 150.0  # ten times what most of them take on two idle cores
+WAIT_SECONDS = 280.0  # twenty times what most of them take on two idle cores
 POLL_SECONDS = 0.02
 # Below the ports that Linux, macOS and Windows give to those who name none.
 LOWEST_PORT, NUM_PORTS = 20_000, 12_000
@@ -233,7 +233,7 @@ class Processes:
             "--num-parts": 2,
             "--threads": 1,
             "--state": self.folder / "state",
-            "--patience": 60,
+            "--patience": 600,
         }
         return self._start("client", [*_with(defaults, given), "--task", task], **how)
 

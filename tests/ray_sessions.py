@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ import psutil
 from headwater.simulation.engines.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
 from tests.processes import ROOT, until
 
-PATIENCE_SECONDS = 180
+PATIENCE_SECONDS = 280
 
 # A head that computes nothing and two workers of one core each, until the standard input ends. The
 # address is the last line. (``Cluster.shutdown`` would forget another Ray of this machine as well.)
@@ -40,7 +40,7 @@ head = {"num_cpus": 0, "temp_dir": sys.argv[1], **alike}
 cluster = Cluster(True, head_node_args=head, shutdown_at_exit=False)
 for _ in range(2):
     cluster.add_node(num_cpus=1, wait=False, **alike)
-cluster.wait_for_nodes()
+cluster.wait_for_nodes(timeout=200)  # a busy machine needs more than its 30 seconds
 print(cluster.address, flush=True)
 sys.stdin.read()
 for node in (*cluster.worker_nodes, cluster.head_node):
@@ -86,7 +86,7 @@ class Started:
 
     def named(self, name: str) -> list[psutil.Process]:
         """Return those that run and whose name begins so."""
-        return [process for process in self.alive() if process.name().startswith(name)]
+        return [process for process in self.alive() if name_of(process).startswith(name)]
 
     def alive(self) -> list[psutil.Process]:
         """Return what runs of all sessions."""
@@ -100,7 +100,8 @@ class Started:
     def end(self) -> None:
         """Kill what still runs."""
         for process in self.alive():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for opened in self.processes:
             opened.communicate()
 
@@ -112,6 +113,14 @@ def session_of(process: psutil.Process) -> int | None:
         return None if is_done else os.getsid(process.pid)
     except (psutil.NoSuchProcess, OSError):
         return None
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return a process's name; an empty one if it has ended since it was found."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def finish(process: subprocess.Popen[str]) -> str:

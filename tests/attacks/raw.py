@@ -45,7 +45,7 @@ from headwater.server.transport.servicer import Servicer
 TASK = "tests/tasks.py:TwoLayers"
 NUM_EXAMPLES = 24
 RUN_ID = 7
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 120.0
 LIMITLESS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -11,6 +11,8 @@ from headwater.common.transport.wire_pb2 import Chunk, Leave
 from tests.attacks.fuzz_inputs import MESSAGE_ID, honest_reply
 from tests.attacks.raw import VECTOR, WAIT_SECONDS, RawDevice
 
+ATTEMPT_SECONDS = 5.0
+
 
 async def record(port: int) -> bytes:
     """Return the bytes of a device's socket: HTTP/2's preface, a hello, a reply, a chunk."""
@@ -84,16 +86,17 @@ async def is_served(port: int) -> bool:
     As a device does, it tries again where nothing is said for a while: gRPC's server may lose a
     stream that comes at the same time as those that it refuses ("Failed execute_batch").
     """
+    attempt_seconds = ATTEMPT_SECONDS
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WAIT_SECONDS):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError, EOFError):
                     try:
-                        async with asyncio.timeout(WAIT_SECONDS / 4):
+                        async with asyncio.timeout(attempt_seconds):
                             await _come_and_go(port)
                             return True
                     except TimeoutError:
-                        pass
+                        attempt_seconds *= 2  # a busy machine may need longer
                 await asyncio.sleep(0.1)
     return False
 

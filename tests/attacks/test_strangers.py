@@ -25,7 +25,7 @@ from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
 from headwater.server.transport.rate_limit import BURST, FRAMES
-from tests.attacks.raw import LIMITLESS, RawDevice, Run, cohort, serving
+from tests.attacks.raw import LIMITLESS, WAIT_SECONDS, RawDevice, Run, cohort, serving
 from tests.attacks.socket_bytes import is_served, record, send_bytes
 from tests.certificates import credentials_of, make_folder, put_signed, revoke, tls_of
 
@@ -35,9 +35,9 @@ SETTINGS = bytes.fromhex("000000040000000000")
 HALF_A_HEADERS_FRAME = bytes.fromhex("0000400104") + b"\x00"
 
 
-async def until(claim: Callable[[], bool], *, seconds: float = 15.0) -> None:
+async def until(claim: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(WAIT_SECONDS):
         while not claim():
             await asyncio.sleep(0.02)
 
@@ -81,7 +81,7 @@ def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
         async with serving() as run:
             reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
             writer.write(said)
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(WAIT_SECONDS):
                 with contextlib.suppress(ConnectionError):
                     while await reader.read(4096):
                         pass
@@ -101,7 +101,7 @@ def test_slow_bytes_do_not_keep_a_connection_open(tmp_path: Path) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
             begun = time.monotonic()
             with contextlib.suppress(ConnectionError):
-                while not reader.at_eof() and time.monotonic() < begun + 15:
+                while not reader.at_eof() and time.monotonic() < begun + WAIT_SECONDS:
                     writer.write(b"\x16")
                     await writer.drain()
                     await asyncio.sleep(0.1)

@@ -428,11 +428,14 @@ class Trial:
             return is_alone and len(looks) == SETTLED_LOOKS and len(set(looks)) == 1
 
         until(is_settled, what=lambda: f"descriptors to settle: {seen[-1]}")
-        told = self._scrape()
-        assert (told["connected_devices"], told["staged_bytes"]) == (0, 0), told
+        until(self._holds_nothing, what=lambda: f"no device: {self._scrape()}")
         status = Path(f"/proc/{self.server.pid}/status").read_text()
         (anonymous,) = (line for line in status.splitlines() if line.startswith("RssAnon"))
         return Measured(descriptors=seen[-1], memory_bytes=int(anonymous.split()[1]) * 1024)
+
+    def _holds_nothing(self) -> bool:
+        told = self._scrape()
+        return told["connected_devices"] == told["staged_bytes"] == 0
 
     def _scrape(self) -> dict[str, float]:
         url = self.server.wait_for(r"metrics at (\S+)").group(1)

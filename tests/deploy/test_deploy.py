@@ -32,7 +32,7 @@ BOARD = json.loads((DEPLOY / "grafana" / "headwater.json").read_text())
 def refused(*arguments: str) -> str:
     """Run the installer, which must refuse; return the reason's name."""
     found = subprocess.run(
-        ["sh", SCRIPT, *arguments], capture_output=True, text=True, timeout=20, check=False
+        ["sh", SCRIPT, *arguments], capture_output=True, text=True, timeout=280, check=False
     )
     assert found.returncode == 1, found.stdout + found.stderr
     assert "remedy: " in found.stderr

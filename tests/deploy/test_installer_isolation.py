@@ -58,7 +58,7 @@ def install(room: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
 

@@ -46,7 +46,7 @@ def test_a_device_joins_with_its_own_key(tmp_path: Path) -> None:
         joined = join(token_at(certs, port.port), device)
     assert joined.name == "pi"
     assert f"127.0.0.1:{STREAM_PORT}" in (device / "client.toml").read_text()
-    assert abs(joined.clock_off_seconds) < 5
+    assert abs(joined.clock_off_seconds) < 60
     files = {"ca.pem", "device.pem", "client.toml", TOKEN_FILE}
     assert {path.name for path in device.iterdir()} == files
     assert stat.S_IMODE((device / "device.pem").stat().st_mode) == 0o600
@@ -71,7 +71,7 @@ def test_the_port_is_open_only_while_a_token_is_valid(tmp_path: Path) -> None:
             join(others, tmp_path / "device")
         token_at(certs, port.port)
         revoke(certs, "pi")
-        until(lambda: not is_open(port.port), seconds=10, what=lambda: "the port to close")
+        until(lambda: not is_open(port.port), what=lambda: "the port to close")
 
 
 def test_a_token_admits_one_device_only(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_run_from_init_to_a_device_revoked_during_a_round(tmp_path: Path) -> N
 def test_a_run_outlasts_its_devices_certificate(tmp_path: Path) -> None:
     task = write_task(tmp_path, open_for=1)
     with Processes(tmp_path) as processes:
-        operator = Operator(processes, tmp_path, last="8s")
+        operator = Operator(processes, tmp_path, last="20s")  # the device connects within it
         server = operator.server(num_rounds=1, task=task.spec)
         config = operator.join("0")
         before = (config.parent / "device.pem").read_bytes()

@@ -8,6 +8,7 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -191,11 +192,13 @@ class Deployment:
     def stop(self) -> None:
         end = time.monotonic() + 20
         for process in self._alive():
-            process.terminate()
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
         while self._alive() and time.monotonic() < end:
             time.sleep(0.2)
         for process in self._alive():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for started in self._started:
             started.wait()
 

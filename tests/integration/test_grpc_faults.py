@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -193,7 +194,8 @@ def test_a_round_with_too_few_devices_does_not_count(tmp_path: Path) -> None:
         task.open()
         for client in clients:
             client.succeed()
-    assert "TooFewClients: round 1: 1 of 2 clients" in server.text()
+    # On a busy machine the other device may be late as well.
+    assert re.search("TooFewClients: round 1: [01] of 2 clients", server.text())
     assert rows(tmp_path / "out") == []
     assert_tidy(server)
 

@@ -14,7 +14,7 @@ import headwater
 from tests.processes import Processes, free_port
 from tests.python_tasks import Signs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 ROUNDS: dict[str, Any] = {"rounds": 3, "accumulation_steps": 2, "micro_batch_size": 4}
 

@@ -119,10 +119,13 @@ thread.join()
 @pytest.mark.slow
 @pytest.mark.skipif(not torch._C.has_mkl, reason="buffers of MKL")
 def test_buffers_that_another_thread_s_products_left_take_no_room() -> None:
-    """Such as those of the thread that checked the task: 39 MB, of which 23 were written."""
+    """Such as those of the thread that checked the task: 39 MB, of which 23 were written.
+
+    How large they are depends on the processor: at the least 3.7 MB were seen.
+    """
     command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(found.stdout) > 8 * MIB
+    assert int(found.stdout) > MIB
 
 
 def test_the_bound_is_no_limit_of_the_machine() -> None:

@@ -388,7 +388,7 @@ def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -218,7 +218,7 @@ def test_one_of_several_concurrent_processes_gets_the_certificate(
     ]
     for process in processes:
         process.start()
-    outcomes = sorted(found.get(timeout=60) for _ in processes)
+    outcomes = sorted(found.get(timeout=280) for _ in processes)
     for process in processes:
         process.join()
     assert outcomes == ["certificate", "used", "used", "used"]

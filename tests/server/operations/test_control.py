@@ -50,7 +50,7 @@ class ControlledRun:
         self.orders.append(None if order is None else order.verb)
 
     def wait_for(self, *verbs: str) -> None:
-        until(lambda: self.orders == list(verbs), seconds=30, what=lambda: f"{self.orders}")
+        until(lambda: self.orders == list(verbs), what=lambda: f"{self.orders}")
 
     def snapshot(self) -> sqlite_history.HistorySnapshot:
         found = sqlite_history.read(self.folder)
@@ -62,7 +62,7 @@ class ControlledRun:
             found = sqlite_history.read(self.folder)
             return found is not None and is_so(found)
 
-        until(is_there, seconds=30, what=lambda: "the history")
+        until(is_there, what=lambda: "the history")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_long_wait_is_logged_and_written_with_the_awaited_devices(
     run.device_records.note_answer("pi")
     run.control.start({})
     try:
-        until(lambda: "for nas: it ends" in caplog.text, seconds=30, what=lambda: caplog.text)
+        until(lambda: "for nas: it ends" in caplog.text, what=lambda: caplog.text)
         run.until_written(lambda found: found.state.get("awaited") == ["nas"])
     finally:
         run.control.stop("done")
@@ -135,7 +135,7 @@ def test_a_malformed_order_is_logged_once_and_changes_nothing(
     orders.write_order(run.folder, "pause")
     run.wait_for("pause")
     (run.folder / orders.FILE).write_text("nonsense")
-    until(lambda: "is not an order" in caplog.text, seconds=30, what=lambda: caplog.text)
+    until(lambda: "is not an order" in caplog.text, what=lambda: caplog.text)
     assert run.control.is_paused
     orders.write_order(run.folder, "drain")
     run.wait_for("pause", "drain")
@@ -236,7 +236,7 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(
     blocking.execute("BEGIN EXCLUSIVE")  # acts like a failing disk on the writer
     with caplog.at_level(logging.WARNING):
         run.control.start({})
-        until(lambda: run.control.num_failures >= 2, seconds=60, what=lambda: "failures")
+        until(lambda: run.control.num_failures >= 2, what=lambda: "failures")
         run.control.on_round(row(1, "pi"))
         assert run.control.may_begin()
         blocking.execute("ROLLBACK")

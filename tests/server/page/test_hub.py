@@ -48,7 +48,7 @@ def in_loop(test: Test, *names: str) -> None:
         view = view_of(*names)
         hub = Hub(view)
         running = asyncio.create_task(hub.run())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await test(view, hub)
             hub.end()
             await running
@@ -156,13 +156,14 @@ def test_ticks_are_rarer_where_each_is_much_work() -> None:
         view = Heavy(Settings())
         hub = Hub(view)
         running = asyncio.create_task(hub.run())
+        begun = time.monotonic()
         async with open_page(hub) as read:
             await read()
             await asyncio.sleep(0.6)
-        looks = view.num_looks
+        looks, seconds = view.num_looks, time.monotonic() - begun
         hub.end()
         await running
-        assert looks <= 4, "10 ms of work, and then half a second without any"
+        assert looks <= 3 + seconds / 0.5, "10 ms of work, and then half a second without any"
 
     asyncio.run(main())
 

@@ -134,13 +134,13 @@ def process_of(device: str, below: list[psutil.Process]) -> psutil.Process:
 
 
 def wait_for_the_end_of(processes: list[psutil.Process]) -> None:
-    def are_gone() -> bool:
-        return not any(
-            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-            for process in processes
-        )
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it ended in between
+            return False
 
-    until(are_gone, what=lambda: f"the end of {processes}")
+    until(lambda: not any(map(runs, processes)), what=lambda: f"the end of {processes}")
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_settings_that_do_not_go_together_leave_no_file(
 
 
 def wait_for(lab: RunLab, rounds: int) -> dict[str, Any]:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 280
     while True:
         state: dict[str, Any] = get(lab, "/run/state").json()
         if len(state["points"]) >= rounds or state["fault"]:
