@@ -132,6 +132,9 @@ class Plan(WireMessage):
     counted_round: Natural | None = Field(
         None, description="the last round whose sum contains an update of this client"
     )
+    refused_round: Natural | None = Field(
+        None, description="the round of this client's last update, if the server refused that one"
+    )
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,

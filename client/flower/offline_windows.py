@@ -119,14 +119,15 @@ def _added(request: DeviceRequest, file: OfflineSumFile, kept: OfflineSum) -> Of
 def deliverable(request: DeviceRequest, plan: Plan) -> Update | None:
     """Return the sum that answers a new plan; None if there is none that the server would take.
 
-    A sum that the server has counted, or does not take any more, is removed: in the second case
-    its examples are used again.
+    A sum that the server has counted, has refused, or does not take any more, is removed: unless it
+    was counted, its examples are used again.
     """
     file = offline_file(request)
     kept = file.read()
     if kept is None:
         return None
-    if plan.counted_round == kept.plan.round or plan.max_windows == 1 or plan.is_masked:
+    is_over = kept.plan.round in (plan.counted_round, plan.refused_round)
+    if is_over or plan.max_windows == 1 or plan.is_masked:
         file.remove()
         return None
     trainer = request.trainer

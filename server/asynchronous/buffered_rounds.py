@@ -30,10 +30,12 @@ from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
 from headwater.server.planning.round_plans import RoundPlans
+from headwater.server.rounds.checkpoint import saved_round
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_loop import RunRound, Stopwatch, finish_round
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.run_folder import save_checkpoint
 from headwater.server.rounds.run_state import Training
 
 
@@ -66,6 +68,8 @@ class BufferedRounds:
         self._secure = secure = settings.secure
         self._least = None if secure.aggregation == "off" else secure.min_members
         """The fewest members of a secure session; None without masks."""
+        self._refused: dict[str, int] = {}
+        """The round of each client's last update, if it was refused."""
         self._waiting: dict[str, ReadyReport] = {}
         """The clients whose masked updates wait for others of their model."""
         self._stepped_at = 0.0
@@ -81,7 +85,7 @@ class BufferedRounds:
             Stopwatch(),
             StalenessRule(version=training.round, chosen=training.settings.asynchronous),
         )
-        if not self._has_begun and training.round:
+        if not self._has_begun:
             self._plans_out.restore(version=training.round, counted=training.counted)
         self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
@@ -160,7 +164,18 @@ class BufferedRounds:
         )
 
     def _joined(self, new: Mapping[str, Plan], earlier: Mapping[str, Plan]) -> Mapping[str, Plan]:
-        return new if self._least is None else joined(new, earlier, least=self._least)
+        """Return the new plans as they are sent: see ``joined``, and ``Plan.refused_round``."""
+        if self._least is not None:
+            return joined(new, earlier, least=self._least)
+        # After an aborted step, a number may be that of another plan which the client has by now.
+        self._refused = {
+            n: at for n, at in self._refused.items() if n not in new or at < new[n].round
+        }
+        refused = {name: self._refused[name] for name in new.keys() & self._refused.keys()}
+        return {
+            **new,
+            **{n: new[n].model_copy(update={"refused_round": at}) for n, at in refused.items()},
+        }
 
     def _give_up_stale(self, rule: StalenessRule, opened: OpenRound) -> None:
         """Stop waiting for updates that would be refused: their clients get newer plans sooner.
@@ -170,7 +185,7 @@ class BufferedRounds:
         errors: dict[str, HeadwaterError] = {}
         for name, plan in self._plans.items():
             try:
-                rule.check(name, plan)
+                rule.check(name, plan.model_version)
             except StaleUpdate as error:
                 if name in self._waiting:
                     del opened.ready[name]
@@ -273,32 +288,50 @@ class BufferedRounds:
 
     def _dispatch(self, training: Training, plans: Mapping[str, Plan]) -> None:
         if self._plans_out.add(plans, version=training.round):
+            self._keep_first_model(training)
             training.publish()  # a standby takes the answers to them too
         if self._least is not None:
             oldest = min((plan.model_version for plan in self._plans.values()), default=0)
             training.masked.note_sent(training.round, oldest=oldest)
         self._fleet.dispatch(plans, training.image, round_number=training.round + 1)
 
+    def _keep_first_model(self, training: Training) -> None:
+        """Write the checkpoint of a run that has taken no step, before its first plans are sent.
+
+        With it the next server has the same run and model, and takes what devices sum under them.
+
+        Raises:
+            CheckpointFailed: see ``save_checkpoint``.
+        """
+        folder = training.settings.out
+        if not training.round and folder is not None and saved_round(folder) is None:
+            save_checkpoint(training, self._fleet, folder)
+
     def _take(
         self, opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule
     ) -> None:
         """Check an answer; add it to the buffer's sum, or record why not.
 
-        A client that had no link may answer a newer plan with the sum of an earlier one.
+        A client that had no link may answer a newer plan with the sum of an earlier one. If that is
+        refused, its next plan says so: a client that has not heard of it would send it again.
         """
         plan = opened.plans.get(answer.name)
-        if isinstance(answer, Update) and plan is not None and plan.round != answer.report.round:
-            earlier = self._plans_out.of(answer.name, answer.report.round)
-            if earlier is not None and answer.name not in opened.accepted:
-                plan = earlier
-                opened.plans = {**opened.plans, answer.name: earlier}
-        if plan is not None and not isinstance(answer, Dropout):
-            try:
-                rule.check(answer.name, plan)
-            except StaleUpdate as error:
-                opened.refuse_answer(answer.name, error)
-                return
-        opened.take(answer)
+        if isinstance(answer, Update) and plan is not None and answer.name not in opened.accepted:
+            answered = self._plans_out.answered_by(answer.report)
+            if answered is not None and answered != plan:
+                plan = answered
+                opened.plans = {**opened.plans, answer.name: plan}
+        try:
+            if isinstance(answer, Update):
+                rule.check(answer.name, answer.report.round - 1)
+            elif plan is not None and isinstance(answer, ReadyReport):
+                rule.check(answer.name, plan.model_version)
+            opened.take(answer)
+        except StaleUpdate as error:
+            opened.refuse_answer(answer.name, error)
+        if isinstance(answer, Update) and answer.name in opened.refused:
+            self._plans_out.remove(answer.name, answer.report.round)
+            self._refused[answer.name] = answer.report.round
 
 
 def has_answered(opened: OpenRound, name: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from headwater.common.errors import StateError
-from headwater.common.messages import Plan
+from headwater.common.messages import Plan, UpdateReport
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.planning.plan_messages import algorithm_of
@@ -26,7 +26,11 @@ FILE = "plans.json"
 
 
 class PlansOut:
-    """Each client's plans by their rounds, the newest last."""
+    """Each client's plans, the newest last.
+
+    Two may be of one round: a server that took over plans the round again that it found unfinished,
+    and a client without a link still works on the first plan. At most one of them is answered.
+    """
 
     def __init__(self, settings: Settings) -> None:
         chosen = settings.asynchronous
@@ -35,7 +39,7 @@ class PlansOut:
         self._path = None if settings.out is None else settings.out / FILE
         self._algorithm = algorithm_of(settings)
         """What the plans of this server say of the algorithm."""
-        self._plans: dict[str, dict[int, Plan]] = {}
+        self._plans: dict[str, list[Plan]] = {}
 
     def restore(self, *, version: int, counted: Mapping[str, int]) -> None:
         """Read the file of an earlier server; a damaged one counts as empty.
@@ -54,7 +58,7 @@ class PlansOut:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._plans = {
-                name: {plan.round: plan for plan in plans if is_open(name, plan)}
+                name: [plan for plan in plans if is_open(name, plan)]
                 for name, texts in found.items()
                 for plans in [map(Plan.model_validate_json, texts)]
             }
@@ -78,30 +82,38 @@ class PlansOut:
         if not self._is_kept:
             return False
         for name, plan in plans.items():
-            self._plans.setdefault(name, {})[plan.round] = plan
+            own = self._plans.setdefault(name, [])
+            if plan not in own:
+                own.append(plan)
         oldest = version - self._max_staleness
         for name, own in list(self._plans.items()):
-            left = {number: one for number, one in own.items() if one.model_version >= oldest}
-            self._plans[name] = left
-            if not left:
+            self._plans[name] = [one for one in own if one.model_version >= oldest]
+            if not self._plans[name]:
                 del self._plans[name]
         if self._path is None or not plans:
             return False
-        plain = {
-            name: [one.model_dump_json() for one in own.values()]
-            for name, own in self._plans.items()
-        }
+        plain = {name: [one.model_dump_json() for one in own] for name, own in self._plans.items()}
         try:
             write_atomically(self._path, json.dumps(plain).encode())
         except OSError as error:
             raise StateError(f"cannot write {self._path}: {error.strerror}") from error
         return True
 
-    def of(self, name: str, round_number: int) -> Plan | None:
-        """Return the plan of a round that a client may answer; None if there is none."""
-        return self._plans.get(name, {}).get(round_number)
+    def answered_by(self, report: UpdateReport) -> Plan | None:
+        """Return the plan that a client's report answers; None if there is none of its round.
+
+        Of two plans of one round it is the newest that allows so many examples.
+        """
+        found = [one for one in self._plans.get(report.name, []) if one.round == report.round]
+        fitting = [one for one in found if _allows(one, report)]
+        return next(reversed(fitting or found), None)
 
     def remove(self, name: str, round_number: int) -> None:
         """Forget a client's plans up to a round, because it has answered that one."""
-        own = self._plans.get(name, {})
-        self._plans[name] = {number: one for number, one in own.items() if number > round_number}
+        own = self._plans.get(name, [])
+        self._plans[name] = [one for one in own if one.round > round_number]
+
+
+def _allows(plan: Plan, report: UpdateReport) -> bool:
+    most = report.num_windows * plan.max_examples
+    return report.num_windows <= plan.max_windows and report.num_examples <= most

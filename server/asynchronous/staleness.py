@@ -46,16 +46,16 @@ class StalenessRule:
         """Return how many times the sum and the weight of a plan's update count."""
         return times_of(self.staleness(plan), self.chosen.exponent)
 
-    def check(self, name: str, plan: Plan) -> None:
-        """Check that the update of a plan may enter the buffer.
+    def check(self, name: str, model_version: int) -> None:
+        """Check that an update of a model may enter the buffer.
 
         Raises:
-            StaleUpdate: it is of a model that is too many steps old.
+            StaleUpdate: the model is too many steps old.
         """
-        found = self.staleness(plan)
+        found = self.version - model_version
         if found > self.chosen.max_staleness:
             raise StaleUpdate(
-                f"{name}: its update is of model {plan.model_version}, {found} steps ago; at most "
+                f"{name}: its update is of model {model_version}, {found} steps ago; at most "
                 f"{self.chosen.max_staleness} are allowed"
             )
 

@@ -15,12 +15,13 @@ from headwater.client.flower.node import NodeAnswer
 from headwater.common.errors import ConnectionLost
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
-from headwater.common.messages import Plan
+from headwater.common.messages import Plan, UpdateReport
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
 from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import run
 from headwater.server.rounds.round_row import RoundRow
@@ -41,8 +42,9 @@ TRAVELLER = 1
 class Link(Wire):
     """A network of real devices; one of them loses its link in its first plan."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_lost_in: str = "1") -> None:
         super().__init__(TRAVELLER, 2)
+        self._is_lost_in = is_lost_in
         offline = {"offline_windows": NUM_WINDOWS}
         self.enter_run(RUN)
         self.devices = {node: NodeDevice(node, folder, asynchronous=offline) for node in self.nodes}
@@ -57,7 +59,8 @@ class Link(Wire):
         sent = list(messages)
         for message in sent:
             reply = self._delivered(message)
-            if message.metadata.dst_node_id == TRAVELLER and message.metadata.group_id == "1":
+            is_lost = message.metadata.group_id == self._is_lost_in
+            if message.metadata.dst_node_id == TRAVELLER and is_lost:
                 self._travel(message, reply)
                 lost = records.to_flower_error(ConnectionLost("no link"), is_same_process=True)
                 reply = Message(lost, reply_to=message)
@@ -114,13 +117,20 @@ class Models(Observer):
         self.models.append(flat_P.detach().clone())
 
 
-def asynchronous(*, num_windows: int = NUM_WINDOWS, **changes: Any) -> Settings:
+def asynchronous(
+    *, num_windows: int = NUM_WINDOWS, max_staleness: int = 20, **changes: Any
+) -> Settings:
     """Return settings of steps that each take one update."""
     return settings_of(
         cohort={"min_clients": 1},
         plan={"accumulation_steps": 3, "micro_batch_size": QUOTA // 3},
         optimizer={"name": "sgd", "learning_rate": RATE},
-        asynchronous={"is_on": True, "buffer": 1, "offline_windows": num_windows},
+        asynchronous={
+            "is_on": True,
+            "buffer": 1,
+            "max_staleness": max_staleness,
+            "offline_windows": num_windows,
+        },
         **changes,
     )
 
@@ -148,6 +158,82 @@ def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path
     assert (again.model_versions["d1"], again.num_windows) == (late.round, {})
 
 
+def test_a_stale_sum_is_refused_once_though_the_device_does_not_hear_of_it(tmp_path: Path) -> None:
+    """No receipt reaches a device of this network, so it keeps its sum until a plan tells it."""
+    settings = asynchronous(rounds=12, max_staleness=3)
+    link, rows = Link(tmp_path), list[RoundRow]()
+    fleet, seen = GridFleet(link), Models(link, back_after=6)
+    rounds, training = BufferedRounds(fleet, settings), Training(settings, run_id=RUN)
+    run(training, fleet, on_round=rows.append, observer=seen, run_round=rounds)
+    refusing = [row for row in rows if "d1" in row.refused]
+    assert [row.num_stale for row in rows if row.num_stale] == [1]
+    assert [row.refused["d1"].split(":")[0] for row in refusing] == [
+        "ConnectionLost",
+        "StaleUpdate",
+    ]
+    again = next(row for row in rows[refusing[-1].round :] if "d1" in row.model_versions)
+    assert not again.refused
+    assert not again.num_windows
+
+
+class Stopped(Exception):
+    """The first server's end."""
+
+
+class Stopping(Link):
+    """A network whose server is killed when the traveller's plan is out."""
+
+    def next_reply(self, *, timeout: float) -> Message | None:
+        raise Stopped
+
+
+@pytest.mark.parametrize("quota_after", [QUOTA, QUOTA // 3])
+def test_a_sum_counts_though_its_server_is_killed_before_the_first_step(
+    tmp_path: Path, quota_after: int
+) -> None:
+    """The next server plans round 1 too, and its plan may have fewer examples."""
+    out, rows = tmp_path / "out", list[RoundRow]()
+    out.mkdir()
+    before = asynchronous(rounds=3, out=out)
+    fleet = GridFleet(Stopping(tmp_path))
+    with pytest.raises(Stopped):
+        run(
+            Training(before, run_id=RUN),
+            fleet,
+            on_round=rows.append,
+            run_round=BufferedRounds(fleet, before),
+        )
+    assert rows == []
+    assert run_position(out, resume=True) == (RUN, 0)
+    plan = before.plan.model_copy(update={"micro_batch_size": quota_after // 3})
+    after = before.model_copy(update={"plan": plan})
+    fleet = GridFleet(Link(tmp_path, is_lost_in="none"))
+    run(
+        Training(after, run_id=RUN),
+        fleet,
+        on_round=rows.append,
+        resume=True,
+        run_round=BufferedRounds(fleet, after),
+    )
+    first = next(row for row in rows if "d1" in row.model_versions)
+    assert (first.num_windows, first.model_versions) == ({"d1": NUM_WINDOWS}, {"d1": 0})
+    assert first.clients[0].num_examples == NUM_WINDOWS * QUOTA
+
+
+def report_of(plan: Plan, name: str) -> UpdateReport:
+    return UpdateReport(
+        name=name,
+        round=plan.round,
+        num_examples=plan.quota,
+        weight=plan.quota,
+        loss_sum=1.0,
+        micro_batch_size=plan.micro_batch_size,
+        seconds=1.0,
+        steps=(),
+        reason="quota",
+    )
+
+
 class Followed(Link):
     """A network where, whenever plans are sent, the test reads what a standby would have."""
 
@@ -169,7 +255,7 @@ class Followed(Link):
             plans = PlansOut(self._standby)
             plans.restore(version=plan.model_version, counted={})
             self.sent.append((name, plan))
-            self.known.append(plans.of(name, plan.round))
+            self.known.append(plans.answered_by(report_of(plan, name)))
         return super().dispatch(sent)
 
 

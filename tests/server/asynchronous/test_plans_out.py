@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwater.common.messages import Plan
+from headwater.common.messages import Plan, UpdateReport
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.plans_out import FILE, PlansOut
 
 
-def plan_of(version: int) -> Plan:
-    return Plan(round=version + 1, run_seed=0, model_version=version, quota=4, micro_batch_size=2)
+def plan_of(version: int, *, quota: int = 4) -> Plan:
+    return Plan(
+        round=version + 1, run_seed=0, model_version=version, quota=quota, micro_batch_size=2
+    )
+
+
+def report(name: str, round_number: int, *, num_examples: int = 4) -> UpdateReport:
+    return UpdateReport(
+        name=name,
+        round=round_number,
+        num_examples=num_examples,
+        weight=num_examples,
+        loss_sum=1.0,
+        micro_batch_size=2,
+        seconds=1.0,
+        steps=(),
+        reason="quota",
+    )
 
 
 def plans_in(
@@ -30,48 +46,72 @@ def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Pa
     before.add({"pi": plan_of(3), "laptop": plan_of(3)}, version=3)
     before.add({"pi": plan_of(4)}, version=4)
     after.restore(version=4, counted={})
-    assert (after.of("pi", 4), after.of("pi", 5)) == (plan_of(3), plan_of(4))
+    assert (after.answered_by(report("pi", 4)), after.answered_by(report("pi", 5))) == (
+        plan_of(3),
+        plan_of(4),
+    )
     after.remove("pi", 4)
-    assert (after.of("pi", 4), after.of("pi", 5)) == (None, plan_of(4))
-    assert after.of("laptop", 4) == plan_of(3)
+    assert (after.answered_by(report("pi", 4)), after.answered_by(report("pi", 5))) == (
+        None,
+        plan_of(4),
+    )
+    assert after.answered_by(report("laptop", 4)) == plan_of(3)
 
 
 def test_plans_of_models_that_are_too_old_are_forgotten(tmp_path: Path) -> None:
     plans = plans_in(tmp_path)
     plans.add({"pi": plan_of(1)}, version=1)
     plans.add({"laptop": plan_of(7)}, version=7)
-    assert plans.of("pi", 2) is None
+    assert plans.answered_by(report("pi", 2)) is None
 
 
 def test_a_plan_that_the_checkpoint_has_counted_is_not_open_again(tmp_path: Path) -> None:
     plans_in(tmp_path).add({"pi": plan_of(3), "laptop": plan_of(3)}, version=3)
     after = plans_in(tmp_path)
     after.restore(version=5, counted={"pi": 4, "laptop": 3})
-    assert (after.of("pi", 4), after.of("laptop", 4)) == (None, plan_of(3))
+    assert (after.answered_by(report("pi", 4)), after.answered_by(report("laptop", 4))) == (
+        None,
+        plan_of(3),
+    )
 
 
 def test_a_plan_of_a_model_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
     plans_in(tmp_path).add({"pi": plan_of(3), "laptop": plan_of(4)}, version=4)
     after = plans_in(tmp_path)
     after.restore(version=3, counted={})
-    assert (after.of("pi", 4), after.of("laptop", 5)) == (plan_of(3), None)
+    assert (after.answered_by(report("pi", 4)), after.answered_by(report("laptop", 5))) == (
+        plan_of(3),
+        None,
+    )
 
 
 def test_a_plan_of_another_algorithm_is_forgotten(tmp_path: Path) -> None:
     plans_in(tmp_path).add({"pi": plan_of(3)}, version=3)
     after = plans_in(tmp_path, algorithm="fedavg")
     after.restore(version=3, counted={})
-    assert after.of("pi", 4) is None
+    assert after.answered_by(report("pi", 4)) is None
 
 
 def test_a_damaged_file_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"pi": ["{"]}')
     plans = plans_in(tmp_path)
     plans.restore(version=1, counted={})
-    assert plans.of("pi", 1) is None
+    assert plans.answered_by(report("pi", 1)) is None
 
 
 def test_nothing_is_written_without_offline_windows(tmp_path: Path) -> None:
     plans = plans_in(tmp_path, offline_windows=1)
     plans.add({"pi": plan_of(0)}, version=0)
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_round_that_two_servers_planned_has_both_plans(tmp_path: Path) -> None:
+    """A device without a link works on the first plan; the next server's plan may be smaller."""
+    plans_in(tmp_path).add({"pi": plan_of(3, quota=6)}, version=3)
+    after = plans_in(tmp_path)
+    after.restore(version=3, counted={})
+    after.add({"pi": plan_of(3, quota=4)}, version=3)
+    found = [after.answered_by(report("pi", 4, num_examples=number)) for number in (4, 6, 8)]
+    assert [None if plan is None else plan.quota for plan in found] == [4, 6, 4]
+    after.remove("pi", 4)
+    assert after.answered_by(report("pi", 4)) is None

@@ -90,9 +90,9 @@ def test_a_buffer_of_fresh_updates_has_the_bits_of_a_synchronous_round(
 
 def test_an_update_is_refused_by_name_beyond_the_largest_staleness() -> None:
     rule = rule_at(12, max_staleness=4)
-    rule.check("pi", plan_of(8))
+    rule.check("pi", 8)
     with pytest.raises(StaleUpdate, match=r"pi: its update is of model 7, 5 steps ago") as caught:
-        rule.check("pi", plan_of(7))
+        rule.check("pi", 7)
     assert "--max-staleness" in caught.value.remedy
 
 
