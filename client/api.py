@@ -87,15 +87,22 @@ def take_part(
     call = Call("take_part", locals())  # nothing but the arguments so far
     with caller_state(is_silent=not progress), run_scope(call.objects):
         chosen = call.settings()
-        with commands.connection_of(chosen) as connection:
-            Participation(connection, stay=chosen.client.stay).run()
+        stay = chosen.client.stay
+        commands.keep_part(
+            chosen,
+            lambda connection, seconds: Participation(
+                connection, stay=stay, after_seconds=seconds
+            ).run(),
+        )
 
 
 class Participation:
     """Runs a connection in a thread of its own, as a notebook's thread has a running event loop."""
 
-    def __init__(self, connection: Connection, *, stay: bool) -> None:
+    def __init__(self, connection: Connection, *, stay: bool, after_seconds: float = 0.0) -> None:
+        """See ``stay_connected``."""
         self._connection = connection
+        self._after_seconds = after_seconds
         self._stay = stay
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -107,7 +114,7 @@ class Participation:
 
         Raises:
             KeyboardInterrupt: there was such a request; the connection has ended.
-            HeadwaterError: see ``Connection.run``.
+            HeadwaterError, OtherTaskOffered: see ``Connection.run``.
         """
         context = contextvars.copy_context()  # the run's scope
         thread = threading.Thread(target=context.run, args=(self._run,), name="take part")
@@ -144,7 +151,9 @@ class Participation:
     async def _stay_connected(self) -> None:
         self._task = asyncio.current_task()
         try:
-            await stay_connected(self._connection, stay=self._stay)
+            await stay_connected(
+                self._connection, stay=self._stay, after_seconds=self._after_seconds
+            )
         finally:
             await asyncio.sleep(LAST_EVENTS_SECONDS)
 

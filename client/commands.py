@@ -6,7 +6,7 @@ idle device holds no module of the other subcommands in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,20 +181,37 @@ def take_part(settings: Settings) -> None:
     import asyncio
 
     _check_room_for_torch(settings)
-    from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.connection import stay_connected
+
+    def run(connection: Connection, seconds: float) -> None:
+        asyncio.run(stay_connected(connection, stay=settings.client.stay, after_seconds=seconds))
+
+    keep_part(settings, run)
+
+
+def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> None:
+    """Run a connection, and one more for each task of this device that a server goes on with.
+
+    ``run`` runs a connection to its end, after so many seconds.
+
+    Raises:
+        KeyboardInterrupt: the device is asked to stop at once; it says "stopped" if it was
+            connected.
+        HeadwaterError: see ``Connection.run``.
+    """
+    from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
 
     connection: Connection | None = None
     chosen: Settings | None = settings
-    changes, seconds, stay = TaskChanges(), 0.0, settings.client.stay
+    changes, seconds = TaskChanges(), 0.0
     while chosen is not None:
         try:
             with connection_of(chosen) as connection:
                 chosen = None
-                asyncio.run(stay_connected(connection, stay=stay, after_seconds=seconds))
+                run(connection, seconds)
                 is_early = connection.is_stopping and not connection.has_connected
                 end = "stopped before connecting" if is_early else "done"
                 console.print(f"{connection.name}: {end}", soft_wrap=True)
