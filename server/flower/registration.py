@@ -160,12 +160,13 @@ class Registration:
         self.reports = {n: r for n, r in self.reports.items() if n in present}
         self.refused = {n: e for n, e in self.refused.items() if n in present}
         self._ask_new(present, request)
-        self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
-        self.branches.ask(request)
         if awaited := [*self._pending, *self.branches.pending]:
             for reply in self._grid.pull_messages(awaited):
                 self.take_reply(reply)
         self._refuse_silent()
+        # After the replies: a round waits for the list of an aggregator that has just joined.
+        self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
+        self.branches.ask(request)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Ask known devices again, by name; skips devices that have not answered yet."""

@@ -119,6 +119,21 @@ def test_each_round_waits_for_the_lists_of_all_aggregators() -> None:
         assert tree.found.may_begin(min_clients=2)
 
 
+def test_the_first_round_waits_for_an_aggregator_that_joins_with_enough_devices() -> None:
+    wire = Wire(1, 2)
+    found = Registration(wire, refusal_of_branch=lambda name: None)
+    found.update(REQUEST)
+    wire.new_requests()
+    wire.answer(1)
+    wire.answer(2, name="a2", num_examples=None, is_aggregator=True)
+    found.update(REQUEST)
+    assert not found.may_begin(min_clients=1)
+    [request] = wire.requests
+    wire._answers.append(list_of(request, "x"))
+    found.update(REQUEST)
+    assert found.may_begin(min_clients=2)
+
+
 def test_a_server_that_waits_for_a_list_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
