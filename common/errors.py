@@ -2,7 +2,8 @@
 
 A message says what was expected, what was found and where; ``remedy`` says what to do about it.
 The name of the class is the error's code: it travels to the other side, and is counted there.
-Only the code and the message travel, and of an exception that is not defined here only the name.
+Only the code and the message travel, and of an exception that is not defined here only the name; to
+a device also a remedy of the error's own.
 """
 
 # ruff: noqa: D204
@@ -524,20 +525,23 @@ def _subclasses(root: type[HeadwaterError]) -> list[type[HeadwaterError]]:
     return [root, *(leaf for child in root.__subclasses__() for leaf in _subclasses(child))]
 
 
-def error_of(code: str, message: str, *, lines: str = "") -> HeadwaterError:
+def error_of(code: str, message: str, *, remedy: str = "", lines: str = "") -> HeadwaterError:
     """Rebuild an error from the code and message that the other side sent.
 
     An unknown ``code`` gives a plain ``HeadwaterError`` that quotes it: versions may differ.
     Line breaks and control characters become spaces, so the text stays on one line of a log.
+    ``remedy`` is the error's own; empty: that of its code.
     ``lines`` are signs to keep: a line break, if the other side is a process of one's own.
     """
-    code, message = (
+    code, message, remedy = (
         "".join(sign if sign.isprintable() or sign in lines else " " for sign in text)
-        for text in (code, message)
+        for text in (code, message, remedy)
     )
     by_code = {leaf.__name__: leaf for leaf in _subclasses(HeadwaterError)}
     kind = by_code.get(code)
-    return HeadwaterError(f"{code}: {message}") if kind is None else kind(message)
+    if kind is None:
+        return HeadwaterError(f"{code}: {message}", remedy=remedy or None)
+    return kind(message, remedy=remedy or None)
 
 
 def travelling(error: BaseException) -> tuple[str, str]:

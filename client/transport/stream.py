@@ -160,7 +160,7 @@ class ClientStream:
 
     def _refusal(self, fault: Fault) -> HeadwaterError:
         """Return the error by which the server refused; name the tensor if the models differ."""
-        error = error_of(fault.code, fault.text)
+        error = error_of(fault.code, fault.text, remedy=fault.remedy)
         if not isinstance(error, ModelMismatch) or not fault.layout:
             return error
         return mismatch_error(

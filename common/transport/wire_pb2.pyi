@@ -47,16 +47,18 @@ class Chunk(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Fault(_message.Message):
-    __slots__ = ("message_id", "code", "text", "layout")
+    __slots__ = ("message_id", "code", "text", "layout", "remedy")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
     message_id: str
     code: str
     text: str
     layout: str
-    def __init__(self, message_id: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    remedy: str
+    def __init__(self, message_id: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., layout: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("code", "text")

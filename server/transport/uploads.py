@@ -295,4 +295,7 @@ def fault_frame(error: HeadwaterError, message_id: str = "") -> ServerFrame:
     """Return the frame that reports an error to a device, cut to what may be sent."""
     code, text = travelling(error)
     layout = error.layout if isinstance(error, ModelMismatch) else ""
-    return ServerFrame(fault=Fault(message_id=message_id, code=code, text=text, layout=layout))
+    remedy = "" if error.is_private or error.remedy == type(error).remedy else error.remedy
+    return ServerFrame(
+        fault=Fault(message_id=message_id, code=code, text=text, layout=layout, remedy=remedy)
+    )

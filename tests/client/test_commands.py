@@ -11,7 +11,9 @@ from typing import Self
 import grpc.aio
 import pytest
 
+import headwater
 from headwater.client.commands import take_part
+from headwater.common.errors import AggregatorRefused, HeadwaterError
 from headwater.common.settings.sources import load
 from headwater.common.transport.limits import PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
@@ -21,6 +23,7 @@ from headwater.common.transport.wire_pb2 import (
     ServerFrame,
     Welcome,
 )
+from headwater.server.transport.uploads import fault_frame
 from tests.python_tasks import SIGNS
 
 TASKS = ("TwoLayers", "Signs")
@@ -86,3 +89,43 @@ def test_a_device_that_servers_send_from_task_to_task_waits_between_them(
     assert servers.loaded == [*TASKS, TASKS[0]]
     waits = [line.split()[-2] for line in caplog.messages if "one task after another" in line]
     assert waits == ["0.2"]
+
+
+def test_a_device_in_python_goes_on_with_the_task_that_a_server_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = Servers(num_changes=1)
+    monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, **__: servers)
+    headwater.take_part(
+        "tests/tasks.py:TwoLayers",
+        server="127.0.0.1:1",
+        also_task=[f"Signs={SIGNS}"],
+        state=tmp_path,
+        settings={"check_task": False},
+        threads=1,
+        progress=False,
+    )
+    assert servers.loaded == [*TASKS]
+
+
+class Refusing(Servers):
+    """The stream of a server that refuses the device."""
+
+    def __init__(self, error: HeadwaterError) -> None:
+        super().__init__(num_changes=0)
+        self._error = error
+
+    async def write(self, data: bytes) -> None:
+        self._frames.append(fault_frame(self._error))
+
+
+@pytest.mark.parametrize("remedy", [None, "start the server above with --trusted-aggregators pi"])
+def test_a_refused_device_gets_the_remedy_of_the_error_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: str | None
+) -> None:
+    sent = AggregatorRefused("pi is not among the aggregators", remedy=remedy)
+    monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, **__: Refusing(sent))
+    given = {"client.state": tmp_path, "check_task": False, "threads": 1}
+    with pytest.raises(AggregatorRefused) as caught:
+        take_part(load(None, {"task": "tests/tasks.py:TwoLayers", **given}))
+    assert (caught.value.message, caught.value.remedy) == (sent.message, sent.remedy)
