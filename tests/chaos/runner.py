@@ -1,9 +1,10 @@
-"""Runs a scenario with real processes, and holds the same of every one of them.
+"""Runs a scenario of failures with real processes; the same checks follow every scenario.
 
-A server and its devices do some rounds in peace, and the operator pauses the run; the devices go,
-and the server is measured. Then the devices come back, and it goes wrong. Some rounds behind that
-the run is paused again, the devices go, and the server is measured as before. It is drained, and
-what it left is held against the reference (``tests.chaos.checks``).
+1. A server and its devices do some rounds without a failure. The operator pauses the run, the
+   devices leave, and the server's descriptors and memory are measured.
+2. The devices return, and the scenario's failures happen.
+3. Some rounds later the run is paused again, the devices leave, and the server is measured again.
+4. The server is drained, and its run is compared with the reference (``tests.chaos.checks``).
 """
 
 from __future__ import annotations
