@@ -19,7 +19,7 @@ from headwater.simulation.compare.flags import CHOSEN
 from headwater.simulation.compare.record import RECORD
 from headwater.simulation.sweep.worker import RESULT
 
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 900  # for 26 runs, which take twenty seconds of a core
 TASK_FILE = """
 import os, time
 from tests.tasks import TwoLayers
@@ -67,6 +67,7 @@ def test_a_wrong_budget_or_seed_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_it(
     tmp_path: Path,
 ) -> None:
