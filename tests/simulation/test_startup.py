@@ -39,7 +39,7 @@ run_engine(load(None, chosen), on_round=on_round, resume=False)
 def loaded(code: str) -> set[str]:
     """Run code that writes its modules to the standard error stream, and return them."""
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=560, check=False
     )
     assert result.returncode == 0, result.stderr
     return set(json.loads(result.stderr.splitlines()[-1]))

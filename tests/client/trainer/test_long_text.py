@@ -27,7 +27,7 @@ def test_a_device_leaves_out_by_name_the_text_that_its_memory_does_not_hold_and_
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=560,
             check=False,
             preexec_fn=cage.enter,
         )

@@ -107,5 +107,5 @@ assert NAME not in sys.modules
 )
 def test_an_optimizer_needs_no_compiler(body: str) -> None:
     command = [sys.executable, "-W", "error", "-c", START + body]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert result.returncode == 0, result.stderr

@@ -176,7 +176,7 @@ def test_the_command_prints_the_idle_time_and_resumes_from_the_recorded_file(
     start += ["--effective-batch-size", "64"]
     for arguments in (start, ["--resume", "--rounds", "3"]):
         result = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=280, check=False
+            [*command, *arguments], capture_output=True, text=True, timeout=560, check=False
         )
         assert (result.returncode, result.stderr) == (0, "")
         assert "  idle        " in result.stdout

@@ -18,7 +18,7 @@ from headwater.server.rounds.checkpoint import FILE
 from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.sweep.worker import LOG, RESULT
 
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 560
 TASK_FILE = """
 import os, time
 from tests.tasks import TwoLayers
