@@ -190,6 +190,7 @@ class Exchange:
             self.image_id = instruction.image_id
         if instruction.frozen_id:
             self._finish_image(instruction.frozen_id, is_frozen=True)
+        self._incoming = None  # no chunk may change a model that the device works with
         self._message_id = instruction.message_id
         self._is_phase = instruction.message_type.startswith("query.")
         if not is_stopping:
