@@ -103,7 +103,8 @@ def _describe(request: DeviceRequest) -> RecordDict:
 def _train(request: DeviceRequest) -> RecordDict:
     context, trainer, identity = request.context, request.trainer, request.identity
     content = request.message.content
-    plan = records.read(content, Plan)
+    plan, secure = records.read(content, Plan), request.secure
+    check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if records.is_view(content) and (late := deliverable(request, plan)) is not None:
         return records.update_content(late, as_view=True)
     pending = pending_in(trainer.accumulator)
@@ -116,8 +117,6 @@ def _train(request: DeviceRequest) -> RecordDict:
         if plan.is_masked:
             request.suspended.prepare()
     change = _look_at_data(request, plan)
-    secure = request.secure
-    check_masking(secure, is_masked=plan.is_masked, name=identity.name, what="an update")
     if plan.is_masked:
         check_plan(plan, secure, name=identity.name, told_examples=told_examples(request, plan))
     window = None

@@ -35,6 +35,8 @@ def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
     """Return the most windows that a sum may have, by the plan and by the device's owner."""
     if request.local_store is not None:
         return 1  # its own parameters follow each window
+    if plan.privacy is not None:
+        return 1  # each window is clipped by itself, and their sum would exceed the bound
     return min(plan.max_windows, request.settings.asynchronous.offline_windows)
 
 
@@ -127,7 +129,8 @@ def deliverable(request: DeviceRequest, plan: Plan) -> Update | None:
     if kept is None:
         return None
     is_over = kept.plan.round in (plan.counted_round, plan.refused_round)
-    if is_over or plan.max_windows == 1 or plan.is_masked:
+    has_budget = request.settings.privacy.budget is not None  # set since: the sum has no noise
+    if is_over or plan.max_windows == 1 or plan.is_masked or has_budget:
         file.remove()
         return None
     trainer = request.trainer
