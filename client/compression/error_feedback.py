@@ -18,7 +18,8 @@ refused or lost update loses nothing and counts nothing twice.
 Under masks an update that was masked is never masked again, counted or not: two sums that differ by
 their members would show it. So if it did not count, the coordinates that it sent are lost, as its
 examples are, and all others stay in the residual. An update that entered no session's sum leaves
-the residual before, as above.
+the residual before, whatever the server says that it counted: else it could have one device
+add up many rounds that no session sums, and open them among others' single ones.
 
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
 layout, if the run went on without compression in between, or if the server went back to a
@@ -146,7 +147,8 @@ class ErrorFeedback:
         coding, stored = plan.coding, self._stored()
         assert coding is not None
         positions = coding.positions(len(values_P))
-        base = self._masked(stored, was_masked) or self._counted(stored, plan)
+        plain = [one for one in stored if one.label is None]
+        base = self._masked(stored, was_masked) or self._counted(plain, plan)
         if base is not None:
             add_in_chunks(values_P, base.values_P)
         if is_empty or not all_finite(values_P):

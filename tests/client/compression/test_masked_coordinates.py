@@ -146,6 +146,16 @@ def test_what_was_masked_is_not_masked_again_though_it_did_not_count() -> None:
     assert again_P.abs().max() > 0.1
 
 
+def test_a_server_that_says_it_counted_what_was_never_masked_adds_up_no_rounds() -> None:
+    device = Device("pi", np.random.default_rng(0))
+    for number in range(1, 20):
+        plan = plan_of(number, device.counted, 0.2)
+        sent_K = device.train(plan)
+        assert plan.coding is not None
+        assert torch.equal(sent_K, plan.coding.positions(P).gather(device.update))
+        device.counted = number
+
+
 def test_an_update_that_entered_no_session_leaves_the_residual_before() -> None:
     device = Device("pi", np.random.default_rng(0))
     device.train(first := plan_of(1, None, 0.2))
