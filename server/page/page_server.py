@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from headwater.common.errors import InsecureAddress, PortInUse
 from headwater.common.transport.tls import Credentials, is_loopback, split_address
+from headwater.server.page.connections import PageConnections
 from headwater.server.page.hub import Hub, Shown
 from headwater.server.page.web import page_app
 
@@ -153,7 +154,9 @@ class _WebThread(threading.Thread):
         self._loop = asyncio.get_running_loop()
         self._has_loop.set()
         ticks = None if self._hub is None else asyncio.create_task(self._hub.run())
-        await self._server.serve([self._listener])
+        accepting = asyncio.create_task(PageConnections(self._listener, self._server).accept())
+        await self._server.serve([])
+        accepting.cancel()
         if self._hub is not None and ticks is not None:
             self._hub.end()
             await ticks

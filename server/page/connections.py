@@ -1,0 +1,84 @@
+"""The connections of a page: a limited number, and none that is silent for long.
+
+uvicorn takes any number, and keeps a connection without a request for ever. The page shares its
+process, and so its file descriptors, with the devices' port and the checkpoint. Anyone who reaches
+the page's port may open connections, before any token is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS = 128
+SILENT_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+
+
+class _Connection(H11Protocol):
+    """A connection that tells when it has ended, and whether a request is under way."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.has_ended = asyncio.Event()
+
+    @property
+    def is_silent(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.has_ended.set()
+
+
+class PageConnections:
+    """Accepts connections for a uvicorn server, in its event loop; more are closed at once."""
+
+    def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
+        self._listener = listener
+        self._server = server
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def accept(self) -> None:
+        """Accept connections until this is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no file descriptor is left, or the browser has gone again
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if len(self._open) >= MAX_CONNECTIONS:
+                connection.close()
+                continue
+            task = loop.create_task(self._serve(connection))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            # Not in the task itself: one that is cancelled before its first step runs no code.
+            task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
+
+    async def _serve(self, connection: socket.socket) -> None:
+        loop, config = asyncio.get_running_loop(), self._server.config
+        protocol = _Connection(
+            config=config, server_state=self._server.server_state, app_state={}, _loop=loop
+        )
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=config.ssl,
+                ssl_handshake_timeout=None if config.ssl is None else SILENT_SECONDS,
+            )
+        except OSError:  # no TLS, or none in time
+            return
+        while not protocol.has_ended.is_set():
+            try:
+                await asyncio.wait_for(protocol.has_ended.wait(), SILENT_SECONDS)
+            except TimeoutError:
+                if protocol.is_silent:
+                    transport.abort()
