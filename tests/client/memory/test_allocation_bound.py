@@ -94,6 +94,7 @@ import threading
 import torch
 from headwater.client.memory.allocation_bound import bounded
 from headwater.client.memory.peak_model import resident_bytes, status_bytes
+from headwater.common.system.heap import release_product_buffers
 
 def product():
     wide = torch.randn(1024, 4096, requires_grad=True)
@@ -107,9 +108,10 @@ multiplied, ended = threading.Event(), threading.Event()
 thread = threading.Thread(target=product)
 thread.start()
 multiplied.wait()
-before = status_bytes("VmData")
 with bounded(resident_bytes() + (1 << 30)):
-    print(before - status_bytes("VmData"))
+    begun = status_bytes("VmData")
+    release_product_buffers()
+    print(begun - status_bytes("VmData"))
 ended.set()
 thread.join()
 """
@@ -119,13 +121,10 @@ thread.join()
 @pytest.mark.slow
 @pytest.mark.skipif(not torch._C.has_mkl, reason="buffers of MKL")
 def test_buffers_that_another_thread_s_products_left_take_no_room() -> None:
-    """Such as those of the thread that checked the task: 39 MB, of which 23 were written.
-
-    How large they are depends on the processor: at the least 3.7 MB were seen.
-    """
+    """Such as those of the thread that checked the task: 4 MB on one processor, 39 on another."""
     command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(found.stdout) > MIB
+    assert int(found.stdout) < MIB // 16, "some were left"
 
 
 def test_the_bound_is_no_limit_of_the_machine() -> None:
