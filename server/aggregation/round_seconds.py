@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
-from headwater.common.messages import ReadyReport, Vitals
+from headwater.common.messages import ReadyReport
 from headwater.server.aggregation.round_reports import ReportColumns
 
 DOWN, COMPUTE, UP, WAIT = "down", "compute", "up", "wait"
+_RATES = attrgetter("download_bytes_per_second", "upload_bytes_per_second")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +45,15 @@ def virtual_split(
     seconds += [one.seconds or 0.0 for one in ready]
     vitals = [*chain.from_iterable(part.vitals for part in columns), *(one.vitals for one in ready)]
     mean, number = math.fsum(seconds) / len(seconds), len(seconds)
-    down = math.fsum(_transfers(vitals, "download_bytes_per_second", download_bytes)) / number
-    up = math.fsum(_transfers(vitals, "upload_bytes_per_second", upload_bytes)) / number
+    downloads, uploads = zip(*map(_RATES, vitals), strict=True)
+    down = math.fsum(download_bytes / rate for rate in downloads if rate) / number
+    up = math.fsum(upload_bytes / rate for rate in uploads if rate) / number
     return {
         DOWN: down,
         COMPUTE: max(mean - down - up, 0.0),
         UP: up,
         WAIT: max(max(seconds) - mean, 0.0),
     }
-
-
-def _transfers(vitals: Iterable[Vitals], rate_name: str, num_bytes: int) -> Iterable[float]:
-    return (num_bytes / rate for one in vitals if (rate := getattr(one, rate_name)))
 
 
 def measured_split(

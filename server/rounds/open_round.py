@@ -346,10 +346,13 @@ class OpenRound:
             UnexpectedUpdate: see ``_check_awaited``; or a client is in the batch twice.
             CountOutOfRange: see ``_check_counts``.
         """
-        names = columns.names
-        plans = [self._check_awaited(name, columns.round, self.accepted) for name in names]
-        if len(set(names)) < len(names):
+        names, different = columns.names, set(columns.names)
+        if not (self.plans.keys() >= different and self.accepted.keys().isdisjoint(different)):
+            for name in names:
+                self._check_awaited(name, columns.round, self.accepted)
+        if len(different) < len(names):
             raise UnexpectedUpdate(f"a client is twice in a batch of {len(names)} updates")
+        plans = list(map(self.plans.__getitem__, names))
         # Many clients share a plan and its figures: each combination is checked once.
         figures = zip(
             map(id, plans),
@@ -359,6 +362,7 @@ class OpenRound:
             strict=True,
         )
         for (_, *counts), at in {figure: at for at, figure in enumerate(figures)}.items():
+            self._check_awaited(names[at], columns.round, self.accepted)
             self._check_counts(names[at], plans[at], *counts)
 
     def _check_counts(

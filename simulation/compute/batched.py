@@ -275,12 +275,13 @@ class BatchedCompute:
 
         Without norms, a device that uses all its examples keeps the data's order: it saves time.
         """
-        parts = [one.part for one in block.clients]
+        parts = block.parts.tolist()
         self._examples.make_room(parts)
         starts, devices = self._examples.starts, self._devices
-        for one in block.clients:
-            if one.part not in starts:
-                self._examples.add(one.part, devices.training_examples(one.part, one.plan))
+        if not starts.keys() >= set(parts):
+            for one in block.clients:
+                if one.part not in starts:
+                    self._examples.add(one.part, devices.training_examples(one.part, one.plan))
         starts_D = np.array([starts[part] for part in parts])
         counts = block.num_examples
         rows = ranges(starts_D, counts)

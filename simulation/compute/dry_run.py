@@ -10,8 +10,10 @@ as fast.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
@@ -31,12 +33,14 @@ from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.common.optimizers.local_optimizer import held_bytes
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.fleet import Dropout
+from headwater.simulation.compute.plan_columns import PlanColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
 # Tolerance in examples or seconds; closer calls are simulated step by step.
 TOLERANCE = 1e-3
+QUOTA, SIZE = operator.attrgetter("quota"), operator.attrgetter("micro_batch_size")
 
 
 class NotPredictable(Exception):
@@ -54,11 +58,22 @@ class Prediction:
 
 def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction:
     """Predict each device's round, and store its position after it as pending."""
-    steady, others = _split_steady(devices, clients)
     parts, simulated, alone, dropouts = [], [], [], []
-    if steady:
-        columns = _predict_steady(devices, steady)
-        is_plain = _ends_as_planned(columns)
+    plans = PlanColumns.of([one.plan for one in clients])
+    numbers = _ints(one.part for one in clients)
+    is_steady = _is_steady(devices, numbers, plans)
+    others = list(compress(clients, (~is_steady).tolist()))
+    if is_steady.any():
+        steady = clients
+        if others:
+            at = np.flatnonzero(is_steady)
+            steady, numbers, plans = (
+                [clients[row] for row in at.tolist()],
+                numbers[at],
+                plans.some(at),
+            )
+        columns = _predict_steady(devices, steady, numbers, plans)
+        is_plain = _ends_as_planned(columns, plans)
         if not is_plain.all():
             others += [steady[at] for at in np.flatnonzero(~is_plain).tolist()]
             columns = columns.some(np.flatnonzero(is_plain))
@@ -74,9 +89,8 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
         parts.append(_columns_of(simulated))
     columns = RoundColumns.joined(parts)
     if len(columns):
-        numbers = np.array([one.part for one in columns.clients])
         round_number = clients[0].plan.round
-        devices.positions.set_pending(numbers, columns.places, round_number, columns.after)
+        devices.positions.set_pending(columns.parts, columns.places, round_number, columns.after)
     return Prediction(columns=columns, alone=alone, dropouts=dropouts)
 
 
@@ -148,38 +162,29 @@ def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Wind
 # All at once.
 
 
-def _split_steady(
-    devices: Devices, clients: Sequence[ClientPlan]
-) -> tuple[Sequence[ClientPlan], list[ClientPlan]]:
-    """Separate the devices of constant speed whose memory fits the planned micro-batches."""
-    if devices.has_slow_links or not clients:
-        return [], list(clients)
-    hardware = devices.hardware_columns
-    parts = np.array([one.part for one in clients], dtype=np.int64)
+def _is_steady(devices: Devices, parts: Ints, plans: PlanColumns) -> NDArray[np.bool_]:
+    """Return which devices have a constant speed, and memory for the planned micro-batches."""
+    nobody = np.zeros(len(parts), dtype=np.bool_)
+    if devices.has_slow_links or not len(parts):
+        return nobody
+    hardware, first = devices.hardware_columns, plans.plans[0]
     try:
-        hardware.load(parts, held_bytes=_held_bytes(devices, clients[0].plan))
-        devices.num_training_examples(parts, clients[0].plan)
+        hardware.load(parts, held_bytes=_held_bytes(devices, first))
+        devices.num_training_examples(parts, first)
     except HeadwaterError:  # found again for the device whose examples cannot be opened
-        return [], list(clients)
-    sizes = _ints(one.plan.micro_batch_size for one in clients)
-    is_steady = hardware.is_steady[parts] & (hardware.fitting[parts] >= sizes)
-    is_steady &= _num_steps([one.plan for one in clients]) <= MAX_STEPS
-    if is_steady.all():
-        return clients, []
-    split: tuple[list[ClientPlan], list[ClientPlan]] = ([], [])
-    for one, is_one in zip(clients, is_steady.tolist(), strict=True):
-        split[not is_one].append(one)
-    return split
+        return nobody
+    is_steady: NDArray[np.bool_] = hardware.is_steady[parts]
+    is_steady &= hardware.fitting[parts] >= plans.ints(SIZE)
+    return is_steady & (_num_steps(plans) <= MAX_STEPS)
 
 
-def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundColumns:
+def _predict_steady(
+    devices: Devices, clients: Sequence[ClientPlan], parts: Ints, plans: PlanColumns
+) -> RoundColumns:
     """Predict windows that end with their quota, as ``_simulate`` does for one."""
-    hardware, plans = devices.hardware_columns, [one.plan for one in clients]
-    parts = np.array([one.part for one in clients], dtype=np.int64)
-    num_examples = _ints(plan.quota for plan in plans)
-    size = _ints(plan.micro_batch_size for plan in plans)
-    counted = _ints(plan.counted_round or NO_ROUND for plan in plans)
-    owned = devices.num_training_examples(parts, plans[0])
+    hardware, first = devices.hardware_columns, plans.plans[0]
+    counted = plans.ints(lambda plan: plan.counted_round or NO_ROUND)
+    owned = devices.num_training_examples(parts, first)
     places = devices.positions.settle(parts, counted).of_existing(owned)
     num_steps = _num_steps(plans)
     sizes, local_step = _sizes(plans, num_steps)
@@ -188,13 +193,14 @@ def _predict_steady(devices: Devices, clients: Sequence[ClientPlan]) -> RoundCol
     peaks = hardware.base_bytes[step_parts] + hardware.bytes_per_example[step_parts] * sizes
     return RoundColumns(
         clients=clients,
-        num_examples=num_examples,
+        parts=parts,
+        num_examples=plans.ints(QUOTA),
         num_owned=owned,
         places=places,
-        micro_batch_size=size,
+        micro_batch_size=plans.ints(SIZE),
         seconds=seconds,
         reasons=["quota"] * len(clients),
-        vitals=hardware.vitals(parts, round_number=plans[0].round),
+        vitals=hardware.vitals(parts, round_number=first.round),
         num_steps=num_steps,
         sizes=sizes,
         step_seconds=step_seconds,
@@ -211,12 +217,11 @@ def _held_bytes(devices: Devices, plan: Plan) -> int:
     return held_bytes(plan.local or LocalTerms(), num_parameters=number)
 
 
-def _num_steps(plans: Sequence[Plan]) -> Ints:
+def _num_steps(plans: PlanColumns) -> Ints:
     """Return the number of micro-batches of each plan."""
-    if not plans[0].takes_local_steps:
-        quotas = _ints(plan.quota for plan in plans)
-        return -(-quotas // _ints(plan.micro_batch_size for plan in plans))
-    return _ints(int(_micro_batches_of_steps(plan).sum()) for plan in plans)
+    if not plans.plans[0].takes_local_steps:
+        return -(-plans.ints(QUOTA) // plans.ints(SIZE))
+    return plans.ints(lambda plan: int(_micro_batches_of_steps(plan).sum()))
 
 
 def _local_step_sizes(plan: Plan) -> Ints:
@@ -230,16 +235,16 @@ def _micro_batches_of_steps(plan: Plan) -> Ints:
     return -(-_local_step_sizes(plan) // plan.micro_batch_size)
 
 
-def _sizes(plans: Sequence[Plan], num_steps: Ints) -> tuple[Ints, Ints]:
+def _sizes(plans: PlanColumns, num_steps: Ints) -> tuple[Ints, Ints]:
     """Return the size of each micro-batch, and the local step that it is part of."""
-    if plans[0].takes_local_steps:
-        examples = [_local_step_sizes(plan) for plan in plans]
+    size = plans.ints(SIZE)
+    if plans.plans[0].takes_local_steps:
+        examples = plans.each(_local_step_sizes)
         numbers = np.concatenate([np.arange(len(of_one)) for of_one in examples])
-        cuts = np.concatenate([_micro_batches_of_steps(plan) for plan in plans])
-        full = np.repeat([plan.micro_batch_size for plan in plans], list(map(len, examples)))
+        cuts = np.concatenate(plans.each(_micro_batches_of_steps))
+        full = np.repeat(size, list(map(len, examples)))
         return _cut(np.concatenate(examples), full, cuts), np.repeat(numbers, cuts)
-    quotas = _ints(plan.quota for plan in plans)
-    sizes = _cut(quotas, _ints(plan.micro_batch_size for plan in plans), num_steps)
+    sizes = _cut(plans.ints(QUOTA), size, num_steps)
     return sizes, np.zeros_like(sizes)
 
 
@@ -274,7 +279,7 @@ def _seconds(devices: Devices, parts: Ints, sizes: Ints, num_steps: Ints) -> tup
     return step_seconds, seconds
 
 
-def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
+def _ends_as_planned(columns: RoundColumns, plans: PlanColumns) -> NDArray[np.bool_]:
     """Return which windows surely end with their quota, by ``client.training.stop_rules``.
 
     Of an exact sum all micro-batches but the last have one size and take the same time, so if a
@@ -282,32 +287,31 @@ def _ends_as_planned(columns: RoundColumns) -> NDArray[np.bool_]:
     deadline none begins later than the last. A window whose end hangs on less than the tolerance is
     not sure.
     """
-    plans = [one.plan for one in columns.clients]
-    if not any(_has_limit(plan) for plan in {id(plan): plan for plan in plans}.values()):
-        return np.ones(len(plans), dtype=np.bool_)
+    if not any(map(_has_limit, plans.plans)):
+        return np.ones(len(columns), dtype=np.bool_)
     last = np.cumsum(columns.num_steps) - 1
     first = last - columns.num_steps + 1
     full, rest = columns.step_seconds[first], columns.step_seconds[last]
     passed = np.add.reduceat(columns.step_seconds, first)
     is_alone = columns.num_steps == 1
-    finish = _floats(plan.finish_seconds for plan in plans)
+    finish = plans.floats(lambda plan: plan.finish_seconds)
     with np.errstate(divide="ignore", invalid="ignore"):
         # Examples until the finish: before the last micro-batch, and after it by the recent pace.
         until_finish = (finish - passed + rest) / full * columns.micro_batch_size
         recent = np.minimum(columns.num_steps, RECENT_STEPS) - 1
         recent_examples = recent * columns.micro_batch_size + columns.sizes[last]
         beyond = np.maximum(finish - passed, 0.0) / (recent * full + rest) * recent_examples
-    most = _ints(plan.max_examples for plan in plans)
+    most = plans.ints(lambda plan: plan.max_examples)
     has_more = np.minimum(most, columns.num_owned) > columns.num_examples
     is_sure = is_alone | (until_finish > columns.sizes[last] - 0.5 + TOLERANCE)
     is_sure &= ~has_more | (beyond < 0.5 - TOLERANCE)
     is_sure |= np.isnan(finish)
-    deadline = _floats(plan.deadline_seconds for plan in plans)
+    deadline = plans.floats(lambda plan: plan.deadline_seconds)
     slowest = np.maximum.reduceat(columns.step_seconds, first)
     before_deadline = columns.seconds - rest + slowest < deadline - TOLERANCE
     is_sure &= is_alone | np.isnan(deadline) | before_deadline
     share = np.array([vitals.share for vitals in columns.vitals])
-    is_planned: NDArray[np.bool_] = is_sure & ~(share < _floats(plan.share for plan in plans))
+    is_planned: NDArray[np.bool_] = is_sure & ~(share < plans.floats(lambda plan: plan.share))
     return is_planned
 
 
@@ -386,6 +390,7 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
     steps = [step for total in totals for step in total.steps]
     return RoundColumns(
         clients=[one.client for one in simulated],
+        parts=_ints(one.client.part for one in simulated),
         num_examples=_ints(total.num_examples for total in totals),
         num_owned=_ints(one.num_owned for one in simulated),
         places=PlaceColumns.of([window.place for window in windows]),

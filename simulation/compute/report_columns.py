@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import overload
 
 import numpy as np
@@ -207,7 +207,7 @@ class CohortReports(ReportBatch):
         return ReportView(self, range(len(self))[at])
 
     def __iter__(self) -> Iterator[ReportView]:
-        return (ReportView(self, at) for at in range(len(self)))
+        return map(ReportView, repeat(self), range(len(self)))
 
 
 class ReportView:

@@ -126,7 +126,7 @@ class LocalFleet:
         timeout_seconds: float | None,
     ) -> Iterator[Answer]:
         self._roster.log_refusals()  # of devices that the plans needed
-        called = [self._called(name, plan) for name, plan in plans.items()]
+        called = self._called(plans)
         if self._compute is None:
             first = called[0].part if called else 0
             self._compute = compute_of(self._settings, self._devices, first=first)
@@ -207,11 +207,16 @@ class LocalFleet:
             self._last_round = round_number
             self._attempts.clear()
 
-    def _called(self, name: str, plan: Plan) -> ClientPlan:
-        part, trainer = self._devices.identities.part(name), self._devices.trainer
-        if plan.precision == "auto":  # all devices compute in this process, or its workers
-            plan = trainer.precision.resolved(plan, self._devices.identity(part))
-        return ClientPlan(name, part, plan)
+    def _called(self, plans: Mapping[str, Plan]) -> list[ClientPlan]:
+        devices, precision = self._devices, self._devices.trainer.precision
+        called = list(map(ClientPlan, plans, devices.identities.parts(plans), plans.values()))
+        if not called or called[0].plan.precision != "auto":  # the same in all plans of a round
+            return called
+        # All devices compute in this process, or its workers.
+        return [
+            one._replace(plan=precision.resolved(one.plan, devices.identity(one.part)))
+            for one in called
+        ]
 
     def _has_vanished(self, part: int) -> bool:
         """Whether a device that is sent a plan vanishes before it answers; counts the attempt."""

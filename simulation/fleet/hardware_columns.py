@@ -83,11 +83,12 @@ class HardwareColumns:
         flags = are_on_battery(
             self._battery_seeds[parts], self._on_battery[parts], round_number=round_number
         )
-        return list(map(self._vitals_of, parts.tolist(), flags.tolist()))
+        known = self._vitals
+        return [
+            known[flag].get(part) or self._read_vitals(part, flag)
+            for part, flag in zip(parts.tolist(), flags.tolist(), strict=True)
+        ]
 
-    def _vitals_of(self, part: int, is_on_battery: bool) -> Vitals:
-        cached = self._vitals[is_on_battery]
-        vitals = cached.get(part)
-        if vitals is None:
-            vitals = cached[part] = self._hardware_of(part, is_on_battery).vitals()
+    def _read_vitals(self, part: int, is_on_battery: bool) -> Vitals:
+        vitals = self._vitals[is_on_battery][part] = self._hardware_of(part, is_on_battery).vitals()
         return vitals

@@ -7,6 +7,7 @@ of 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -50,7 +51,11 @@ class Identities:
         Raises:
             KeyError, ValueError: no device has this name.
         """
-        return self._parts[name] if self.has_own_data else int(name)
+        return next(self.parts([name]))
+
+    def parts(self, names: Iterable[str]) -> Iterator[int]:
+        """Yield each device's number; see ``part``."""
+        return map(self._parts.__getitem__ if self.has_own_data else int, names)
 
     def of(self, part: int) -> Identity:
         """Return the identity with which a device opens its examples."""

@@ -38,13 +38,15 @@ def samplers_of(clients: Sequence[ClientPlan], num_owned: Ints) -> Samplers:
 class RoundColumns:
     """The devices of a round: the examples that each uses, in which steps, and their times.
 
-    A device uses ``num_examples`` [D] of the ``num_owned`` [D] examples that it trains on, from its
-    place on. Its ``num_steps`` [D] steps follow those of the device before it in ``sizes``,
-    ``step_seconds`` and ``peak_bytes`` [S]; ``local_step`` [S] is the number, from 0, of the local
-    step that each of them is part of: 0 for all where the device sums exactly.
+    ``parts`` [D] are the devices' numbers. A device uses ``num_examples`` [D] of the ``num_owned``
+    [D] examples that it trains on, from its place on. Its ``num_steps`` [D] steps follow those of
+    the device before it in ``sizes``, ``step_seconds`` and ``peak_bytes`` [S]; ``local_step`` [S]
+    is the number, from 0, of the local step that each of them is part of: 0 for all where the
+    device sums exactly.
     """
 
     clients: Sequence[ClientPlan]
+    parts: Ints
     num_examples: Ints
     num_owned: Ints
     places: PlaceColumns
