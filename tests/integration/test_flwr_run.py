@@ -304,6 +304,31 @@ def test_an_active_session_on_supernodes_gives_the_in_process_model_though_one_v
     assert [deployment.keys(part) for part in PARTS[:last]] == [[]] * last
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_masked_asynchronous_step_on_supernodes_gives_the_in_process_model_bit_for_bit(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    """A buffer of all devices, so that both take the same updates."""
+    deployment.start_nodes()
+    out = deployment.flwr_run(
+        "rounds=1",
+        "asynchronous.is_on=true",
+        f"asynchronous.buffer={NUM_NODES}",
+        'secure.aggregation="semi-honest"',
+    )
+    reference = alone(
+        tmp_path,
+        rounds=1,
+        cohort={"min_clients": NUM_NODES - 1},
+        asynchronous={"is_on": True, "buffer": NUM_NODES},
+        secure={"aggregation": "semi-honest"},
+    )
+    assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes(), deployment.said()
+    [row] = read_rows(out)
+    assert [client["name"] for client in row["masked_clients"]] == ["0", "1", "2", "3"]
+
+
 def vanishing(settings: Settings) -> list[str | None]:
     """Return what each simulated device does not answer any more in the first round."""
     return [vanishes_at(fleet_spec(settings), part, round_number=1, attempt=0) for part in PARTS]
