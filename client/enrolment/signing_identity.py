@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,13 @@ from pathlib import Path
 from headwater.common.errors import IdentityProblem
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.transport.limits import MAX_NAME
 
 
 def host_name() -> str:
     """Return the host's name, with dashes for characters that a device's name must not have."""
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
-    return name.lstrip("._-") or "device"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return name.lstrip("._-")[:MAX_NAME] or "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

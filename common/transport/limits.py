@@ -7,7 +7,8 @@ from __future__ import annotations
 
 PROTOCOL_VERSION = 3
 STREAM_METHOD = "/headwater.Stream/Connect"
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+MAX_NAME = 128  # characters of a device's name
+NAME_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}"
 
 CHUNK_BYTES = 1 << 20
 # A smaller model is sent in its plan's frame: a frame costs the server more than its bytes do.

@@ -177,8 +177,8 @@ class Admission:
             )
         if not re.fullmatch(NAME_PATTERN, hello.name):
             raise IdentityRefused(
-                f"{hello.name[:80]!r} is not a valid device name",
-                remedy="use letters, digits, dot, dash and underscore, at most 128 in all",
+                f"{hello.name[:80]!r} is not a valid device name: expected at most 128 letters "
+                "from a to z, digits, dots, dashes and underscores, a letter or digit first"
             )
         if certificate is not None:
             if certificate.name != hello.name:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 
 import pytest
 
 from headwater.client.enrolment.signing_identity import (
     check_enrolment,
+    host_name,
     make_identity,
     read_identity,
 )
 from headwater.common.errors import IdentityProblem
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.transport.limits import NAME_PATTERN
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("Büro-PC", "B-ro-PC"),
+        ("ana's mac.local", "ana-s-mac.local"),
+        ("日本", "device"),
+        ("a" * 200, "a" * 128),
+    ],
+)
+def test_any_host_has_a_name_that_the_server_admits(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert host_name() == name
+    assert re.fullmatch(NAME_PATTERN, name)
 
 
 @pytest.fixture
