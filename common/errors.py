@@ -133,7 +133,7 @@ class BatchDependentLayer(TaskError):
     """The output of a layer for one example depends on the rest of the batch."""
     remedy = "use GroupNorm or LayerNorm, or let --replace-batch-norm put GroupNorm in its place"
 class BuffersChanged(TaskError):
-    """Training changed a buffer or a frozen parameter of the model; they belong to the server."""
+    """A pass wrote to a buffer or a parameter of the model; they belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
 class AlgorithmBroken(TaskError):
     """The client algorithm breaks one of the rules of docs/extend.md."""

@@ -7,10 +7,11 @@ and nothing of this project. Training relies on that sum being additive, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed
@@ -22,6 +23,7 @@ from headwater.common.user_code import described, running
 MAX_METRICS, MAX_METRIC_CHARACTERS = 48, 64  # that a task may return, and of a metric's name
 
 Metrics = dict[str, float]
+LossOf = Callable[["Task", nn.Module, Any], tuple[Tensor, int, Metrics]]
 LossSum = tuple[Tensor, int] | tuple[Tensor, int, Mapping[str, Any]]
 
 
@@ -56,6 +58,9 @@ class Task(Protocol):
         """Return the summed loss, the weight it was summed over and, optionally, metric sums."""
         ...
 
+
+# What autograd raises for a gradient of what was computed under ``no_grad``.
+NEEDS_AUTOGRAD = "does not require grad"
 
 # What a task raises that was given None for its data: open(None) is a TypeError.
 MISSES_DATA = (OSError, ValueError, TypeError, AttributeError, AssertionError)
@@ -180,6 +185,26 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
             raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
         metrics[str(name)] = metric
     return loss, int(number), metrics
+
+
+def loss_sum_alone(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
+    """Call the task's ``loss_sum`` where no gradient of the parameters is needed.
+
+    A loss that takes gradients itself, as a gradient penalty or the force of a potential energy
+    does, cannot be computed under ``no_grad``: it is computed again with autograd.
+
+    Raises:
+        TaskError: see ``loss_sum``.
+    """
+    try:
+        with torch.no_grad():
+            return loss_sum(task, model, batch)
+    except RuntimeError as error:
+        if NEEDS_AUTOGRAD not in str(error):
+            raise
+    with torch.enable_grad():
+        loss, weight, metrics = loss_sum(task, model, batch)
+    return loss.detach(), weight, metrics
 
 
 def _number(value: Any) -> float | None:

@@ -9,7 +9,6 @@ import logging
 from dataclasses import asdict, dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 from flwr.app import RecordDict
 
 from headwater.client.device.bandwidth import read_bandwidth
@@ -24,7 +23,7 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.settings.training import ChosenPrecision
-from headwater.common.task import Examples, loss_sum
+from headwater.common.task import Examples, loss_sum_alone
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +137,8 @@ def _metrics_of(trainer: Trainer, examples: Examples) -> tuple[str, ...]:
     batches = Batches(trainer.task, examples)
     for position in range(min(len(examples), MAX_TRIED)):
         try:
-            with torch.no_grad():
-                _, _, metrics = loss_sum(trainer.task, trainer.image.model, batches.of((position,)))
+            batch = batches.of((position,))
+            _, _, metrics = loss_sum_alone(trainer.task, trainer.image.model, batch)
         except Exception as error:
             log.debug("no metrics from example %d: %s", position, error)
             continue

@@ -26,9 +26,9 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.window_sum import WindowSum, flat
-from headwater.common.errors import BuffersChanged, EmptyUpdate, NonFiniteUpdate
+from headwater.common.errors import EmptyUpdate, NonFiniteUpdate
 from headwater.common.messages import Plan, Update, UpdateReport
-from headwater.common.model.layout import kind_of
+from headwater.common.model.layout import changed
 from headwater.common.model.vectors import CHUNK, all_finite
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.task import max_weight_per_example
@@ -89,7 +89,9 @@ def sum_gradients(
     image = context.image
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
-    constants = [(name, tensor, tensor._version) for name, tensor in image.constants()]
+    is_exact = algorithm is None and not plan.takes_local_steps
+    same = [*image.constants(), *(image.trained if is_exact else ())]
+    constants = [(name, tensor, tensor._version) for name, tensor in same]
     work, before_L = LocalWork(plan, window, context, spool), image.local_L.clone()
     try:
         if algorithm is not None:
@@ -109,10 +111,10 @@ def sum_gradients(
     finally:
         after_L = image.local_L.clone()
         image.local_L.copy_(before_L)
-    now = dict(image.constants()) if constants else {}
+    now = dict(image.constants() + image.trained) if constants else {}
     for name, tensor, version in constants:
-        if now.get(name) is not tensor or tensor._version != version:
-            raise BuffersChanged(f"training changed {kind_of(tensor)} {name}")
+        if tensor._version != version or now.get(name) is not tensor:
+            raise changed(tensor, name)
     return LocalSum(
         values_P=context.accumulator.values_P,
         total=work.total,

@@ -26,7 +26,7 @@ from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.chunked_cross_entropy import adding_in_place
-from headwater.common.task import Metrics, loss_sum
+from headwater.common.task import LossOf, Metrics, loss_sum, loss_sum_alone
 from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,11 @@ def with_norm(step: Step, context: TrainingContext) -> Step:
 
 
 def forward(
-    plan: Plan, window: Window, positions: Positions, context: TrainingContext
+    plan: Plan,
+    window: Window,
+    positions: Positions,
+    context: TrainingContext,
+    compute: LossOf = loss_sum,
 ) -> tuple[Tensor, int, Metrics]:
     """Compute a micro-batch's loss sum; random layers are seeded by its first example.
 
@@ -158,8 +162,8 @@ def forward(
     try:
         if (context.precision or plan.precision) == "bfloat16":
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return loss_sum(context.task, context.image.model, context.batches.of(positions))
-        return loss_sum(context.task, context.image.model, context.batches.of(positions))
+                return compute(context.task, context.image.model, context.batches.of(positions))
+        return compute(context.task, context.image.model, context.batches.of(positions))
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
@@ -266,8 +270,8 @@ def bad_examples(
     def fault_in(some: Positions) -> ExampleFault | None:
         try:
             if not with_backward:
-                with torch.no_grad():
-                    is_finite = math.isfinite(forward(plan, window, some, context)[0].item())
+                loss = forward(plan, window, some, context, loss_sum_alone)[0]
+                is_finite = math.isfinite(loss.item())
                 return None if is_finite else _loss_fault(some, context)
             context.accumulator.zero()
             loss = forward(plan, window, some, context)[0]

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.additivity.single_examples import MayTrainOn, SingleExamples
 from headwater.common.additivity.sums import (
@@ -27,7 +25,7 @@ from headwater.common.additivity.sums import (
     compare_gradients,
 )
 from headwater.common.errors import HeadwaterError, TaskFailed, TaskNotAdditive
-from headwater.common.task import loss_sum
+from headwater.common.task import loss_sum_alone
 from headwater.common.user_code import described, is_allocation_failure
 
 # A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
@@ -177,9 +175,9 @@ class Comparison:
         self._raise_named(error, self._cache.batch(group), len(group))
 
     def _raise_named(self, error: TaskNotAdditive, batch: Any, size: int) -> None:
-        with torch.no_grad(), warnings.catch_warnings(), BroadcastWatch(size) as watch:
+        with warnings.catch_warnings(), BroadcastWatch(size) as watch:
             warnings.simplefilter("ignore")  # torch's own about the same broadcast, shown before
-            loss_sum(self._singles.task, self._singles.model, batch)
+            loss_sum_alone(self._singles.task, self._singles.model, batch)
         if watch.found is not None:
             raise TaskNotAdditive(
                 f"{error.message.partition(': ')[0]}: {watch.found}", remedy=BROADCAST_REMEDY

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headwater.common.additivity.example_cache import ExampleCache
@@ -21,10 +20,17 @@ from headwater.common.additivity.trial_state import (
     zero_gradients,
 )
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
-from headwater.common.errors import BuffersChanged, HeadwaterError, TaskError, TaskNotAdditive
+from headwater.common.errors import HeadwaterError, TaskError, TaskNotAdditive
 from headwater.common.model.chunked_cross_entropy import adding_in_place
-from headwater.common.model.layout import constants_of, kind_of
-from headwater.common.task import Examples, Task, loss_sum, max_weight_per_example
+from headwater.common.model.layout import changed, named_tensors
+from headwater.common.task import (
+    Examples,
+    LossOf,
+    Task,
+    loss_sum,
+    loss_sum_alone,
+    max_weight_per_example,
+)
 from headwater.common.user_code import is_allocation_failure
 
 NUM_COMPARED, NUM_TRIED = 4, 16
@@ -169,29 +175,27 @@ class SingleExamples:
         Raises:
             BuffersChanged: see ``backward``.
         """
-        with torch.no_grad():
-            return self._sums(batch)[1]
+        return self._sums(batch, loss_sum_alone)[1]
 
     def backward(self, batch: Any, *, sign: float) -> Sums:
         """Add the gradient of a batch times ``sign``; nothing is added if its loss is not finite.
 
         Raises:
-            BuffersChanged: the forward pass changed a buffer or a frozen parameter.
+            BuffersChanged: the forward pass changed a buffer or a parameter.
         """
-        loss, sums = self._sums(batch)
+        loss, sums = self._sums(batch, loss_sum)
         if math.isfinite(sums.loss):
             with adding_in_place():
                 (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
         return sums
 
-    def _sums(self, batch: Any) -> tuple[Tensor, Sums]:
-        before = [(name, tensor, tensor._version) for name, tensor in constants_of(self.model)]
-        loss, weight, metrics = loss_sum(self.task, self.model, batch)
-        now = dict(constants_of(self.model))
+    def _sums(self, batch: Any, compute: LossOf) -> tuple[Tensor, Sums]:
+        before = [(name, tensor, tensor._version) for name, tensor in named_tensors(self.model)]
+        loss, weight, metrics = compute(self.task, self.model, batch)
+        now = dict(named_tensors(self.model))
         for name, tensor, version in before:
             if now.get(name) is not tensor or tensor._version != version:
-                kind = kind_of(tensor)
-                raise BuffersChanged(f"a forward pass in training changed {kind} {name}")
+                raise changed(tensor, name, "a forward pass in training")
         sums = Sums(loss.item(), weight, metrics)
         for name, value in metrics.items():
             if math.isfinite(sums.loss) and not math.isfinite(value):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import nn
 
 from headwater.common.additivity.comparison import together_failed
@@ -21,7 +20,7 @@ from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.data.example_lengths import ExampleLengths, Positions
 from headwater.common.errors import HeadwaterError
-from headwater.common.task import Examples, Task, loss_sum
+from headwater.common.task import Examples, Task, loss_sum_alone
 from headwater.common.user_code import is_allocation_failure
 
 MAX_SEEN, MAX_SECONDS = 10_000, 1.0
@@ -108,8 +107,7 @@ def _fault_of(
     task: Task, model: nn.Module, cache: ExampleCache, positions: Sequence[int]
 ) -> ExampleFault | None:
     try:
-        with torch.no_grad():
-            loss, _, _ = loss_sum(task, model, cache.batch(positions))
+        loss, _, _ = loss_sum_alone(task, model, cache.batch(positions))
         if math.isfinite(loss.item()):
             return None
         return loss_fault(cache.batch(positions) if len(positions) == 1 else None)

@@ -10,14 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from headwater.common.data.batches import batch_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import HeadwaterError
-from headwater.common.task import Examples, Metrics, Task, loss_sum
+from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
 from headwater.common.user_code import is_allocation_failure
 
 
@@ -49,9 +48,8 @@ def evaluate_sums(
     """
     model.eval()
     total, raised = EvaluationSums(), list[Exception]()
-    with torch.no_grad():
-        for positions in _batches(len(examples), micro_batch_size, lengths):
-            _add(total, task, model, examples, positions, raised)
+    for positions in _batches(len(examples), micro_batch_size, lengths):
+        _add(total, task, model, examples, positions, raised)
     if raised and len(raised) == len(examples):
         raise raised[0]
     return total
@@ -76,7 +74,7 @@ def _add(
     """Add a batch to the total; divide it if it fails. Exceptions of single examples are kept."""
     failure: Exception | None = None
     try:
-        loss, weight, metrics = loss_sum(task, model, batch_of(task, examples, positions))
+        loss, weight, metrics = loss_sum_alone(task, model, batch_of(task, examples, positions))
         value = loss.item()
     except (HeadwaterError, MemoryError):
         raise

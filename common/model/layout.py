@@ -17,8 +17,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from headwater.common.errors import UnsupportedModel
+from headwater.common.errors import BuffersChanged, UnsupportedModel
 from headwater.common.model.mismatch import LOCAL, Row, to_text
 
 
@@ -116,12 +117,17 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
     """Return a model's layout; ``local_names`` are those of the tensors that stay on the device.
 
     Raises:
-        UnsupportedModel: no trainable parameter, or one that is not float32.
+        UnsupportedModel: no trainable parameter, one that is not float32, or one without shape.
     """
     trainable: list[tuple[str, Tensor]] = []
     frozen: list[tuple[str, Tensor]] = []
     local: list[tuple[str, Tensor]] = []
     for name, tensor in named_tensors(model):
+        if is_lazy(tensor):
+            raise UnsupportedModel(
+                f"{name} has no shape yet, as its layer is lazy",
+                remedy="call the model on an example's inputs at the end of new_model",
+            )
         is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if is_trainable and tensor.dtype != torch.float32:
             raise UnsupportedModel(f"the parameter {name} is {_name(tensor)}; updates are float32")
@@ -141,15 +147,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def constants_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return what training must not change: frozen parameters and current buffers, by name."""
-    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
-    return [*frozen, *model.named_buffers()]
-
-
-def kind_of(tensor: Tensor) -> str:
-    """Return the words for a tensor that does not train, in an error."""
-    return "the frozen parameter" if isinstance(tensor, nn.Parameter) else "the buffer"
+def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:
+    """Return the error for a tensor that ``by`` may not write to."""
+    if not isinstance(tensor, nn.Parameter):
+        return BuffersChanged(f"{by} changed the buffer {name}")
+    if not tensor.requires_grad:
+        return BuffersChanged(f"{by} changed the frozen parameter {name}")
+    return BuffersChanged(
+        f"{by} changed the parameter {name}, apart from its gradient",
+        remedy="let the optimizer alone write to parameters: no max_norm in an embedding, no "
+        "clamp_ or normalisation of a weight in place; a parametrization computes one instead",
+    )
 
 
 def _slots(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from headwater.common.errors import BatchDependentLayer, BuffersChanged, ModelMismatch
+from headwater.common.errors import BatchDependentLayer, ModelMismatch
 from headwater.common.model import frozen_part
 from headwater.common.model.bfloat16_weights import store_in_bfloat16
 from headwater.common.model.frozen_part import Fingerprint
@@ -26,7 +26,7 @@ from headwater.common.model.group_norm import (
     GroupNormArguments,
     replace_batch_norm_by_group_norm,
 )
-from headwater.common.model.layout import kind_of, layout_of, named_tensors
+from headwater.common.model.layout import changed, layout_of, named_tensors
 from headwater.common.model.local_parameters import local_names
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Task
@@ -85,6 +85,9 @@ class ModelImage:
         views |= {slot.name: slot.view_of(self.frozen_U8) for slot in self.layout.frozen}
         tensors = dict(named_tensors(model))
         self._frozen = [(name, tensors[name]) for name in (s.name for s in self.layout.frozen)]
+        trained = (slot.name for slot in (*self.layout.trainable, *self.layout.local))
+        self.trained = [(name, tensors[name]) for name in trained]
+        """The parameters that train, by name; an exact sum leaves them as they are."""
         num_moved = 0
         for name in tuple(tensors):
             if name in views:  # a buffer that stays on the device has no place of its own
@@ -144,7 +147,7 @@ class ModelImage:
         if name is not None:
             self.fingerprint = None
             tensor = dict(self._frozen)[name]
-            raise BuffersChanged(f"training changed {kind_of(tensor)} {name}")
+            raise changed(tensor, name)
 
     def constants(self) -> list[tuple[str, Tensor]]:
         """Return what training must not change: frozen parameters and current buffers, by name."""

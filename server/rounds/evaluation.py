@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-import torch
 from torch import nn
 
 from headwater.common.data.batches import batch_of
@@ -29,7 +28,7 @@ from headwater.common.example_streams import as_examples
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
-from headwater.common.task import Examples, Metrics, Task, loss_sum
+from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import most_reported
@@ -130,8 +129,7 @@ def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -
 
 def _first_sums(task: Task, model: nn.Module, examples: Examples) -> Metrics:
     model.eval()
-    with torch.no_grad():
-        return loss_sum(task, model, batch_of(task, examples, [0]))[2]
+    return loss_sum_alone(task, model, batch_of(task, examples, [0]))[2]
 
 
 def is_due(settings: Settings, *, round_number: int) -> bool:

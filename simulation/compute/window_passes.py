@@ -91,13 +91,14 @@ class WindowPasses:
         """
         image, generator = self._devices.trainer.image, torch.default_generator
         image.model.train()
-        constants = [(tensor, tensor._version) for _, tensor in image.constants()]
+        same = [*image.constants(), *image.trained]
+        constants = [(tensor, tensor._version) for _, tensor in same]
         state = generator.get_state()
         windows = self._windows(planned, positions, accumulators)
         if not self._draws and not torch.equal(state, generator.get_state()):
             self._draws = True
             windows = self._windows(planned, positions, accumulators)
-        now = {id(tensor) for _, tensor in image.constants()} if constants else set()
+        now = {id(tensor) for _, tensor in (*image.constants(), *image.trained)}
         if any(id(one) not in now or one._version != version for one, version in constants):
             windows = [None] * len(windows)
             self._devices.trainer.loaded_model.forget()

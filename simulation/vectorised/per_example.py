@@ -103,7 +103,7 @@ class PerExampleModel:
                 return sums
         with unsupported_errors(), computing_in(precision):
             loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
-        _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
+            _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
         return example_sums(loss, weight, metrics)
 
     def _of_batch(

@@ -84,6 +84,17 @@ class Counting(nn.Module):
         return out
 
 
+def test_a_parameter_changed_by_a_forward_pass_is_named() -> None:
+    class Bounded(WithDropout):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            with torch.no_grad():
+                next(model.parameters()).clamp_(-0.1, 0.1)
+            return super().loss_sum(model, batch)
+
+    with pytest.raises(BuffersChanged, match=r"changed the parameter 0\.weight"):
+        trained(training_context(Bounded(), examples(4)), plan(4, 2))
+
+
 @pytest.mark.parametrize("how", ["in place", "replaced"])
 def test_a_buffer_changed_by_training_is_named(how: str) -> None:
     class WithCount(WithDropout):

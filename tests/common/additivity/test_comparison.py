@@ -197,6 +197,40 @@ def test_a_buffer_that_training_changes_is_refused_by_name(in_place: bool) -> No
         check(counting)
 
 
+class Clamping(nn.Linear):
+    """Bounds its own weight in the forward pass, as an embedding with ``max_norm`` does."""
+
+    def forward(self, inputs_BI: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(inputs_BI)
+
+
+def test_a_parameter_that_a_forward_pass_changes_is_refused_by_name() -> None:
+    with pytest.raises(BuffersChanged, match="changed the parameter weight"):
+        check(Given(squares, lambda: Clamping(3, 1)))
+
+
+def with_gradient_penalty(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    inputs_BI = batch[0].clone().requires_grad_()
+    loss, weight = squares(model, (inputs_BI, batch[1]))
+    (slopes_BI,) = torch.autograd.grad(model(inputs_BI).sum(), inputs_BI, create_graph=True)
+    return loss + slopes_BI.square().sum(), weight
+
+
+def test_a_loss_that_takes_gradients_of_its_inputs_passes() -> None:
+    check(Given(with_gradient_penalty))
+
+
+def test_a_mean_that_takes_gradients_of_its_inputs_is_refused() -> None:
+    def mean(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        loss, weight = with_gradient_penalty(model, batch)
+        return loss / weight, weight
+
+    with pytest.raises(TaskNotAdditive, match="probably a mean is returned"):
+        check(Given(mean))
+
+
 @pytest.mark.parametrize("kind", [NAN_LOSS, NAN_GRADIENT, RAISES_BACKWARD, RAISES_FORWARD])
 def test_an_example_that_training_would_skip_is_skipped(kind: int) -> None:
     check(TwoLayers(), examples(6, kinds=[kind, 0, kind]))

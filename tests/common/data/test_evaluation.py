@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from headwater.common.data.batches import batch_of
 from headwater.common.data.evaluation import evaluate_sums
@@ -33,6 +37,20 @@ def test_the_sums_are_those_of_the_examples_that_are_not_left_out(size: int) -> 
     assert sorted(total.faults) == [0, 2, 4]
     assert total.faults[2].kind == "it raised ValueError"
     assert "its loss is NaN or infinite" in total.faults[0].kind
+
+
+def test_a_loss_that_takes_gradients_of_its_inputs_is_evaluated() -> None:
+    class Forces(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> Any:
+            inputs_BI = batch[0].clone().requires_grad_()
+            (slopes_BI,) = torch.autograd.grad(model(inputs_BI).sum(), inputs_BI, create_graph=True)
+            return slopes_BI.square().sum(), len(inputs_BI)
+
+    task, data = Forces(), examples(10)
+    model = task.new_model()
+    expected, weight, _ = loss_sum(task, model, batch_of(task, data, range(10)))
+    total = evaluate_sums(task, model, data, 100)
+    assert (total.loss_sum, total.weight, total.faults) == (expected.item(), weight, {})
 
 
 def test_without_any_finite_example_the_weight_is_zero() -> None:

@@ -145,6 +145,11 @@ def test_a_trainable_parameter_that_is_not_float32_is_refused(dtype: torch.dtype
         ModelImage(nn.Linear(2, 2, dtype=dtype))
 
 
+def test_a_lazy_layer_without_shape_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"0\.weight has no shape yet"):
+        ModelImage(nn.Sequential(nn.LazyLinear(2)))
+
+
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
 def test_a_model_without_a_trainable_parameter_is_refused(model: nn.Module) -> None:
     with pytest.raises(UnsupportedModel, match="no trainable parameter"):

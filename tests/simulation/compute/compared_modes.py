@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from headwater.common.settings.sources import load
@@ -184,6 +185,17 @@ class Random(Mlp):
 
     def new_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 5))
+
+
+class Recomputing(Mlp):
+    """torch's own checkpoints compute activations again in the backward pass, outside of vmap."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+        def recomputed(inputs: Tensor) -> Tensor:
+            outputs: Tensor = checkpoint(model, inputs, use_reentrant=False)
+            return outputs
+
+        return super().loss_sum(recomputed, batch)  # type: ignore[arg-type]
 
 
 class Branching(Mlp):

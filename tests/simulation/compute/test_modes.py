@@ -23,6 +23,7 @@ from tests.simulation.compute.compared_modes import (
     LongEpoch,
     Mlp,
     Random,
+    Recomputing,
     Tokens,
     assert_equals_one_by_one,
     model_in,
@@ -145,6 +146,7 @@ def test_a_device_with_a_bad_example_is_computed_alone(tmp_path: Path, mode: str
     [
         (spec(Random), "draws random numbers"),
         (spec(Branching), "RuntimeError"),
+        (spec(Recomputing), "RuntimeError"),
         (RAGGED, "looks different alone"),
     ],
 )
