@@ -101,8 +101,9 @@ class PerExampleModel:
             else:
                 total.backward()  # type: ignore[no-untyped-call]
                 return sums
-        with unsupported_errors(), computing_in(precision):
-            loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
+        with unsupported_errors():
+            with computing_in(precision):
+                loss, weight, metrics = vmap(self._one)(*self._examples.take(rows))
             _sum(loss, factors).backward()  # type: ignore[no-untyped-call]
         return example_sums(loss, weight, metrics)
 

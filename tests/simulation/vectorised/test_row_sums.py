@@ -89,6 +89,7 @@ class Passes:
         image = build_model(task, seed=1)
         self.rows = ExampleRows(task)
         self.rows.add(0, task.train_examples(data=None, part=0, num_parts=1))
+        self.image = image
         self.model = PerExampleModel(task, image, self.rows)
         self._accumulator = Accumulator(image)
 
@@ -117,6 +118,15 @@ def test_a_batch_gives_the_sums_and_the_gradient_of_single_examples(
         name: values.tolist() for name, values in expected.metrics.items()
     }
     torch.testing.assert_close(found_P, gradient_P)
+
+
+def test_only_the_forward_pass_runs_in_the_precision_of_a_plan() -> None:
+    """The backward pass of an operation takes the precision in which that operation ran."""
+    passes, states = Passes(own_formula), list[bool]()
+    for parameter in passes.image.model.parameters():
+        parameter.register_hook(lambda _: states.append(torch.is_autocast_enabled("cpu")))  # type: ignore[no-untyped-call]
+    passes.model.add(np.arange(NUM_EXAMPLES), None, "bfloat16")
+    assert states == [False, False]
 
 
 @pytest.mark.parametrize("loss_sum", [twice_the_sum, doubled_in_place])
