@@ -208,6 +208,7 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     chosen: Settings | None = settings
     changes, seconds = TaskChanges(), 0.0
     while chosen is not None:
+        offered: str | None = None
         try:
             with connection_of(chosen) as connection:
                 chosen = None
@@ -215,16 +216,18 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
                 is_early = connection.is_stopping and not connection.has_connected
                 end = "stopped before connecting" if is_early else "done"
                 console.print(f"{connection.name}: {end}", soft_wrap=True)
-        except OtherTaskOffered as offered:
-            assert connection is not None  # the offer came over it
-            seconds = changes.wait_seconds(has_trained=connection.has_trained)
-            chosen, connection = with_task(settings, offered.name), None
-            console.print(f"goes on with the task {offered.name}", soft_wrap=True)
-            _forget_trainer()
+        except OtherTaskOffered as error:
+            offered = error.name
         except KeyboardInterrupt:
             if connection is not None and connection.has_connected:
                 raise KeyboardInterrupt("stopped") from None
             raise
+        if offered is not None:
+            assert connection is not None  # the offer came over it
+            seconds = changes.wait_seconds(has_trained=connection.has_trained)
+            chosen, connection = with_task(settings, offered), None
+            console.print(f"goes on with the task {offered}", soft_wrap=True)
+            _forget_trainer()  # not while an exception holds the frames that hold the model
 
 
 def _forget_trainer() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc.aio
 import pytest
 
 import headwater
 from headwater.client.commands import take_part
+from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import AggregatorRefused, HeadwaterError
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.transport.limits import PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (
@@ -69,23 +73,61 @@ class Servers:
         self._frames.clear()
 
 
+def two_tasks(state: Path) -> Settings:
+    return load(
+        None,
+        {
+            "task": "tests/tasks.py:TwoLayers",
+            "client.tasks": [f"Signs={SIGNS}"],
+            "client.state": state,
+            "check_task": False,
+            "threads": 1,
+        },
+    )
+
+
+def take_part_in_python(state: Path) -> None:
+    headwater.take_part(
+        "tests/tasks.py:TwoLayers",
+        server="127.0.0.1:1",
+        also_task=[f"Signs={SIGNS}"],
+        state=state,
+        settings={"check_task": False},
+        threads=1,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_a_device_loads_the_next_task_when_it_has_freed_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_python: bool
+) -> None:
+    servers, loading = Servers(num_changes=1), Trainer.__init__
+    alive: list[int] = []
+
+    def noting(self: Trainer, *args: Any, **options: Any) -> None:
+        alive.append(len(models))
+        loading(self, *args, **options)
+        models.add(self.image)
+
+    models: weakref.WeakSet[ModelImage] = weakref.WeakSet()
+    monkeypatch.setattr(Trainer, "__init__", noting)
+    monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, **__: servers)
+    if in_python:
+        take_part_in_python(tmp_path)
+    else:
+        take_part(two_tasks(tmp_path))
+    assert servers.loaded == [*TASKS]
+    assert alive == [0, 0]
+
+
 def test_a_device_that_servers_send_from_task_to_task_waits_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers = Servers(num_changes=2)
     monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, **__: servers)
-    chosen = load(
-        None,
-        {
-            "task": "tests/tasks.py:TwoLayers",
-            "client.tasks": [f"Signs={SIGNS}"],
-            "client.state": tmp_path,
-            "check_task": False,
-            "threads": 1,
-        },
-    )
     with caplog.at_level(logging.WARNING):
-        take_part(chosen)
+        take_part(two_tasks(tmp_path))
     assert servers.loaded == [*TASKS, TASKS[0]]
     waits = [line.split()[-2] for line in caplog.messages if "one task after another" in line]
     assert waits == ["0.2"]
@@ -96,15 +138,7 @@ def test_a_device_in_python_goes_on_with_the_task_that_a_server_names(
 ) -> None:
     servers = Servers(num_changes=1)
     monkeypatch.setattr(grpc.aio, "insecure_channel", lambda *_, **__: servers)
-    headwater.take_part(
-        "tests/tasks.py:TwoLayers",
-        server="127.0.0.1:1",
-        also_task=[f"Signs={SIGNS}"],
-        state=tmp_path,
-        settings={"check_task": False},
-        threads=1,
-        progress=False,
-    )
+    take_part_in_python(tmp_path)
     assert servers.loaded == [*TASKS]
 
 
