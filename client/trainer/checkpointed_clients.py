@@ -123,6 +123,7 @@ class CheckpointedClients:
             OutOfMemory: an example is predicted not to fit even if all activations are recomputed.
                 Nothing was allocated.
         """
+        self.passed = None  # of an earlier check, whose data may have been others
         _check_rest(context)
         limit = context.memory.limit_bytes()
         is_large = limit is not None and resident_bytes() > LARGE_SHARE * limit

@@ -17,6 +17,7 @@ from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import ProcessMemory, resident_bytes
 from headwater.client.trainer import checkpointed_clients
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
+from headwater.client.training.context import TrainingContext
 from headwater.common.system import heap
 from headwater.common.system.heap import MAX_MMAP_THRESHOLD_BYTES, MMAP_THRESHOLD_BYTES
 from tests.training_contexts import training_context
@@ -52,12 +53,16 @@ def mallopt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return called
 
 
-def fit(limit_over_rest: float) -> CheckpointedClients:
+def context_below(limit_over_rest: float) -> TrainingContext:
     limit = int(limit_over_rest * resident_bytes())
     memory = ProcessMemory(lambda: limit)
     task = Deep()
     data = task.train_examples(data=None, part=0, num_parts=1)
-    context = training_context(task, data, memory=memory)
+    return training_context(task, data, memory=memory)
+
+
+def fit(limit_over_rest: float) -> CheckpointedClients:
+    context = context_below(limit_over_rest)
     clients = CheckpointedClients(context.image)
     clients.fit(context)
     assert not context.accumulator.values_P.any()
@@ -83,6 +88,15 @@ def test_the_example_of_a_measured_pass_is_known_unless_its_gradient_is_not_fini
     monkeypatch.setattr(Deep, "scale", 1e39)
     clients = fit(1.5)
     assert clients.pass_memory is not None
+    assert clients.passed is None
+
+
+def test_the_example_of_an_earlier_check_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1e9)
+    clients = fit(1.5)
+    assert clients.passed is not None
+    monkeypatch.setattr(checkpointed_clients, "WORKING_FACTOR", 1.0)  # now a plain pass fits
+    clients.fit(context_below(1.5))
     assert clients.passed is None
 
 
