@@ -19,6 +19,22 @@ SILENT_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 
 
+class _CountedSocket(socket.socket):
+    """A socket that counts what it sends: a transport's buffer under TLS does not tell."""
+
+    num_sent_bytes = 0
+
+    def send(self, *arguments: Any) -> int:
+        num_bytes = super().send(*arguments)
+        self.num_sent_bytes += num_bytes
+        return num_bytes
+
+    def sendmsg(self, *arguments: Any) -> int:  # what asyncio calls from Python 3.12 on
+        num_bytes = super().sendmsg(*arguments)
+        self.num_sent_bytes += num_bytes
+        return num_bytes
+
+
 class _Connection(H11Protocol):
     """A connection that tells when it has ended, and whether a request is under way."""
 
@@ -27,8 +43,8 @@ class _Connection(H11Protocol):
         self.has_ended = asyncio.Event()
 
     @property
-    def is_silent(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+    def has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -36,7 +52,11 @@ class _Connection(H11Protocol):
 
 
 class PageConnections:
-    """Accepts connections for a uvicorn server, in its event loop; more are closed at once."""
+    """Accepts connections for a uvicorn server, in its event loop; more are closed at once.
+
+    A connection is silent, and ends, if it has no request and takes no byte of an answer for
+    SILENT_SECONDS; this is looked at once every SILENT_SECONDS.
+    """
 
     def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
         self._listener = listener
@@ -49,20 +69,22 @@ class PageConnections:
         self._listener.setblocking(False)
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                accepted, _ = await loop.sock_accept(self._listener)
             except OSError:  # no file descriptor is left, or the browser has gone again
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if len(self._open) >= MAX_CONNECTIONS:
-                connection.close()
+                accepted.close()
                 continue
+            connection = _CountedSocket(fileno=accepted.detach())
+            connection.setblocking(False)
             task = loop.create_task(self._serve(connection))
             self._open.add(task)
             task.add_done_callback(self._open.discard)
             # Not in the task itself: one that is cancelled before its first step runs no code.
             task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: _CountedSocket) -> None:
         loop, config = asyncio.get_running_loop(), self._server.config
         protocol = _Connection(
             config=config, server_state=self._server.server_state, app_state={}, _loop=loop
@@ -76,9 +98,13 @@ class PageConnections:
             )
         except OSError:  # no TLS, or none in time
             return
+        num_sent_bytes = connection.num_sent_bytes
         while not protocol.has_ended.is_set():
             try:
                 await asyncio.wait_for(protocol.has_ended.wait(), SILENT_SECONDS)
             except TimeoutError:
-                if protocol.is_silent:
+                # An answer has ended, or the browser still takes one from the buffer.
+                has_sent = connection.num_sent_bytes > num_sent_bytes
+                num_sent_bytes = connection.num_sent_bytes
+                if not (has_sent or protocol.has_request):
                     transport.abort()

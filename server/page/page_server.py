@@ -121,6 +121,7 @@ class _WebThread(threading.Thread):
         self._listener = listener
         self._has_loop = threading.Event()
         self._loop: asyncio.AbstractEventLoop
+        self._accepting: asyncio.Task[None]
         config = uvicorn.Config(
             app,
             **files,
@@ -148,15 +149,16 @@ class _WebThread(threading.Thread):
     def _end(self) -> None:
         if self._hub is not None:
             self._hub.end()
+        self._accepting.cancel()  # new connections would keep the server from its end
         self._server.should_exit = True
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._has_loop.set()
+        connections = PageConnections(self._listener, self._server)
+        self._accepting = asyncio.create_task(connections.accept())
         ticks = None if self._hub is None else asyncio.create_task(self._hub.run())
-        accepting = asyncio.create_task(PageConnections(self._listener, self._server).accept())
+        self._has_loop.set()
         await self._server.serve([])
-        accepting.cancel()
         if self._hub is not None and ticks is not None:
             self._hub.end()
             await ticks

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from contextlib import ExitStack
+import ssl
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from headwater.common.settings.schema import Settings
 from headwater.server.enrolment.authority import make_authority
 from headwater.server.page import connections, hub
-from headwater.server.page.page_server import page_of
+from headwater.server.page.page_server import page_of, serving
 from headwater.server.page.run_view import RunView
 from tests.certificates import credentials_of
 from tests.round_rows import row
@@ -21,6 +28,8 @@ from tests.round_rows import row
 pytestmark = pytest.mark.slow
 
 WAIT_SECONDS = 60
+SILENT_SECONDS = 1.0  # far more than an honest browser needs, even on a busy machine
+NUM_LARGE_BYTES = 30 * 2**20
 
 
 def stranger(link: str) -> socket.socket:
@@ -56,7 +65,7 @@ def test_strangers_hold_a_limited_number_of_connections(
 def test_who_asks_for_nothing_is_hung_up_on_and_an_open_page_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", SILENT_SECONDS)
     monkeypatch.setattr(hub, "TICK_SECONDS", 0.01)
     view = RunView(Settings())
     with (
@@ -66,11 +75,86 @@ def test_who_asks_for_nothing_is_hung_up_on_and_an_open_page_is_not(
         lines = page.iter_lines()
         assert next(lines) == "event: all"
         for number in range(1, 4):
-            with stranger(link) as silent:
-                assert is_hung_up(silent)
-            with stranger(link) as slow:
+            with stranger(link) as silent, stranger(link) as slow:
                 slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+                assert is_hung_up(silent)
                 assert is_hung_up(slow)
             view.on_round(row(number))
             while f'"num_points":{number}' not in next(lines):
                 pass
+
+
+async def large_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with more than the kernel buffers of a connection hold."""
+    await PlainTextResponse(bytes(NUM_LARGE_BYTES))(scope, receive, send)
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_slow_reader_gets_the_whole_of_an_answer(
+    has_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SILENT_SECONDS", SILENT_SECONDS)
+    make_authority(tmp_path, hosts=["127.0.0.1"])
+    credentials = credentials_of(tmp_path, "server") if has_tls else None
+    own = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    num_bytes = 0
+    with (
+        serving(large_answer, "127.0.0.1:0", credentials) as link,
+        httpx.stream("GET", link, timeout=WAIT_SECONDS, verify=own) as answer,
+    ):
+        for piece in answer.iter_bytes(NUM_LARGE_BYTES // 30):
+            num_bytes += len(piece)
+            time.sleep(SILENT_SECONDS / 10)  # a slow line, for three times the limit
+    assert num_bytes == NUM_LARGE_BYTES
+
+
+def test_who_never_reads_an_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENT_SECONDS", SILENT_SECONDS)
+    num_bytes = 0
+    with serving(large_answer, "127.0.0.1:0", None) as link, stranger(link) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(3):  # the browser's time is over before the third of these is hung up on
+            with stranger(link) as later:
+                assert is_hung_up(later)
+        with suppress(ConnectionError):
+            while piece := browser.recv(2**20):
+                num_bytes += len(piece)
+    assert num_bytes < NUM_LARGE_BYTES
+
+
+def test_a_connection_in_use_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENT_SECONDS", SILENT_SECONDS)
+    with page_of(RunView(Settings()), "127.0.0.1:0") as link:
+        browser = HTTPConnection(urlsplit(link).netloc, timeout=WAIT_SECONDS)
+        browser.connect()
+        browser.auto_open = 0  # a connection that is lost is an error
+        with closing(browser):
+            for _ in range(30):
+                browser.request("GET", "/state")
+                assert browser.getresponse().read()
+                time.sleep(SILENT_SECONDS / 10)  # use for three times the limit
+
+
+def test_no_connection_is_accepted_once_the_end_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 2.0 * WAIT_SECONDS)
+    has_request, may_answer = threading.Event(), threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/long":
+            has_request.set()
+            await asyncio.to_thread(may_answer.wait, WAIT_SECONDS)
+        await PlainTextResponse("done")(scope, receive, send)
+
+    page = ExitStack()
+    link = page.enter_context(serving(app, "127.0.0.1:0", None))
+    end = threading.Thread(target=page.close)
+    with stranger(link) as idle, stranger(link) as busy:
+        busy.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert has_request.wait(WAIT_SECONDS)
+        end.start()
+        assert is_hung_up(idle), "the end has begun"
+        with stranger(link) as late:
+            late.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            may_answer.set()
+            assert is_hung_up(late)
+    end.join()
