@@ -204,7 +204,10 @@ class Node:
         return self._go_on_offline(content, answer)
 
     def add_offline_window(self, answer: NodeAnswer) -> NodeAnswer:
-        """Sum one more window of the plan; return the answer with the sum of all."""
+        """Sum one more window of the plan; return the answer with the sum of all.
+
+        If no further window can be summed, the answer is as before.
+        """
         return self._go_on_offline(records.content_with_head("{}", None), answer)
 
     def _go_on_offline(self, content: RecordDict, answer: NodeAnswer) -> NodeAnswer:
@@ -218,9 +221,12 @@ class Node:
             return NodeAnswer(message_id=answer.message_id, error=error)
         if reply.has_error():
             return NodeAnswer(message_id=answer.message_id, error=self._error_of(reply))
+        head_json = records.head_json(reply.content)
+        if not head_json:
+            return answer
         return NodeAnswer(
             message_id=answer.message_id,
-            head_json=records.head_json(reply.content),
+            head_json=head_json,
             vector=records.vector(reply.content) or b"",
         )
 

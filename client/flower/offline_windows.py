@@ -51,8 +51,10 @@ def content_to_keep(plan_json: str, report_json: str, vector: memoryview | bytes
 def go_on_offline(request: DeviceRequest) -> RecordDict:
     """Keep an update that waits for a link, or add one more window to the one that is kept.
 
+    A reply with an empty head says that no window can be added: the update is as it was.
+
     Raises:
-        StateError: it cannot be written, or nothing is kept.
+        StateError: it cannot be written; or see ``add_window``.
     """
     content = request.message.content
     plan = content.get(PLAN)
@@ -68,14 +70,17 @@ def go_on_offline(request: DeviceRequest) -> RecordDict:
         return records.update_content(update, as_view=True)
     summed = add_window(request)
     if summed is None:
-        raise StateError("nothing is kept of the update that waits for a link")
+        return records.content_with_head("", None)
     return records.update_content(summed, as_view=True)
 
 
 def add_window(request: DeviceRequest) -> Update | None:
-    """Carry out one more window, and return the sum; None if there is none to add to.
+    """Carry out one more window, and return the sum; None if it takes no further window.
 
-    If the window fails, or the sum has no room for it, the sum is as before.
+    If None, the vector in memory is as before; if the window fails, it is read back from the file.
+
+    Raises:
+        StateError: a window failed, and the file cannot be read any more.
     """
     file, trainer = offline_file(request), request.trainer
     kept = file.read()
@@ -84,14 +89,15 @@ def add_window(request: DeviceRequest) -> Update | None:
     version, plan = (request.context.run_id, kept.plan.model_version), kept.plan
     most = num_windows_allowed(request, plan)
     has_model = trainer.loaded_model.version == version
-    if has_model and kept.has_room and kept.report.num_windows < most:
-        try:
-            kept = _added(request, file, kept)
-        except HeadwaterError as error:
-            log.warning("no further window is summed without a link: %s: %s", error.code, error)
+    if not (has_model and kept.has_room and kept.report.num_windows < most):
+        return None
+    try:
+        kept = _added(request, file, kept)
+    except HeadwaterError as error:
+        log.warning("no further window is summed without a link: %s: %s", error.code, error)
     values_P = trainer.accumulator.values_P
     if file.load_into(values_P) is None:
-        return None
+        raise StateError("the sum of the windows without a link cannot be read")
     return Update(values_P=values_P, report=kept.report)
 
 

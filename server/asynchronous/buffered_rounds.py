@@ -85,7 +85,7 @@ class BufferedRounds:
             Stopwatch(),
             StalenessRule(version=training.round, chosen=training.settings.asynchronous),
         )
-        if not self._has_begun:
+        if not self._has_begun and _has_checkpoint(training):  # or plans.json is of another run
             self._plans_out.restore(version=training.round, counted=training.counted)
         self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
@@ -171,7 +171,13 @@ class BufferedRounds:
         self._refused = {
             n: at for n, at in self._refused.items() if n not in new or at < new[n].round
         }
-        refused = {name: self._refused[name] for name in new.keys() & self._refused.keys()}
+        # Without offline windows a device keeps no sum, and one of an earlier version does not know
+        # the field.
+        refused = {
+            name: self._refused[name]
+            for name in new.keys() & self._refused.keys()
+            if new[name].max_windows > 1
+        }
         return {
             **new,
             **{n: new[n].model_copy(update={"refused_round": at}) for n, at in refused.items()},
@@ -284,11 +290,13 @@ class BufferedRounds:
             del self._plans[name]
         for name in opened.accepted:
             self._plans_out.remove(name, opened.plans[name].round)
+            self._refused.pop(name, None)
         return {name: opened.plans[name] for name in done}
 
     def _dispatch(self, training: Training, plans: Mapping[str, Plan]) -> None:
-        if self._plans_out.add(plans, version=training.round):
+        if plans and self._plans_out.is_kept:
             self._keep_first_model(training)
+        if self._plans_out.add(plans, version=training.round):
             training.publish()  # a standby takes the answers to them too
         if self._least is not None:
             oldest = min((plan.model_version for plan in self._plans.values()), default=0)
@@ -304,7 +312,7 @@ class BufferedRounds:
             CheckpointFailed: see ``save_checkpoint``.
         """
         folder = training.settings.out
-        if not training.round and folder is not None and saved_round(folder) is None:
+        if folder is not None and not _has_checkpoint(training):
             save_checkpoint(training, self._fleet, folder)
 
     def _take(
@@ -332,6 +340,12 @@ class BufferedRounds:
         if isinstance(answer, Update) and answer.name in opened.refused:
             self._plans_out.remove(answer.name, answer.report.round)
             self._refused[answer.name] = answer.report.round
+
+
+def _has_checkpoint(training: Training) -> bool:
+    """Return whether the run has a checkpoint: a run that begins finds none in its folder."""
+    folder = training.settings.out
+    return folder is not None and saved_round(folder) is not None
 
 
 def has_answered(opened: OpenRound, name: str) -> bool:

@@ -34,7 +34,8 @@ class PlansOut:
 
     def __init__(self, settings: Settings) -> None:
         chosen = settings.asynchronous
-        self._is_kept = chosen.offline_windows > 1
+        self.is_kept = chosen.offline_windows > 1
+        """Whether plans are noted: only for offline windows."""
         self._max_staleness = chosen.max_staleness
         self._path = None if settings.out is None else settings.out / FILE
         self._algorithm = algorithm_of(settings)
@@ -42,13 +43,13 @@ class PlansOut:
         self._plans: dict[str, list[Plan]] = {}
 
     def restore(self, *, version: int, counted: Mapping[str, int]) -> None:
-        """Read the file of an earlier server; a damaged one counts as empty.
+        """Read the file of an earlier server of the run; a damaged one counts as empty.
 
         It may be older or newer than the checkpoint of the model ``version``. Left out are plans
         that were counted (``counted``: the last round of each client), plans of models that this
         server has not made, and plans of another algorithm, whose updates are no like sums.
         """
-        if not self._is_kept or self._path is None:
+        if not self.is_kept or self._path is None:
             return
 
         def is_open(name: str, plan: Plan) -> bool:
@@ -79,7 +80,7 @@ class PlansOut:
         Raises:
             StateError: the file cannot be written.
         """
-        if not self._is_kept:
+        if not self.is_kept:
             return False
         for name, plan in plans.items():
             own = self._plans.setdefault(name, [])

@@ -25,10 +25,11 @@ def keep_windows(folder: Path, number: int, **changes: Any) -> int:
     answer = device.node.keep_offline(head, answer)
     done = 1
     while done < number:
-        answer = device.node.add_offline_window(answer)
-        if answer.error is not None:
+        more = device.node.add_offline_window(answer)
+        assert more.error is None
+        if more is answer:
             break
-        done += 1
+        answer, done = more, done + 1
     return done
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import math
 import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater.client.app import app
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.client.flower.node import Node
+from headwater.client.flower.node import Node, NodeAnswer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.exchange import Exchange
@@ -22,6 +24,7 @@ from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
 from headwater.common.messages import Plan
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.sources import load
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, Receipt
@@ -66,10 +69,10 @@ class Stream:
 class Device:
     """A device that was welcomed, its work, and the model that its server has."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **changes: Any) -> None:
         (folder / NAME).write_text(TASK)
         spec = f"{folder}/{NAME}:Large"
-        settings = load(None, {"task": spec, "check_task": False})
+        settings = load(None, {"task": spec, "check_task": False, **changes})
         trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
         identity = Identity(name="pi", data=None, part=0, num_parts=1)
         self.node = Node(app, trainer, identity, settings, folder)
@@ -86,12 +89,12 @@ class Device:
             data = model[offset : offset + CHUNK_BYTES]
             self.exchange.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
 
-    async def ask(self, message_id: str = "1") -> None:
-        plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
+    async def ask(self, message_id: str = "1", **terms: Any) -> None:
+        plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2, **terms)
         instruction = Instruction(
             message_id=message_id,
             message_type="train",
-            head_json=plan.model_dump_json(),
+            head_json=plan.model_dump_json(exclude_none=True),
             image_id="m",
         )
         await self.exchange.take_instruction(instruction, is_stopping=False)
@@ -156,6 +159,43 @@ def test_a_broken_upload_is_not_timed_and_is_sent_again_on_the_next_stream(
     sent = [f.chunk for f in device.stream.frames if f.WhichOneof("kind") == "chunk"]
     assert sum(len(chunk.data) for chunk in sent) == 4 * 32_769
     assert device.node.link.upload_bytes_per_second is not None
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_an_update_that_takes_no_window_without_a_link_is_sent_as_it_is(
+    tmp_path: Path, is_private: bool
+) -> None:
+    """No window is added to a private update, or where the file of the sum is damaged."""
+    device = Device(tmp_path, asynchronous={"offline_windows": 5})
+    privacy = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0) if is_private else None
+    terms: dict[str, Any] = {"max_windows": 5, "privacy": privacy}
+    keep_offline = device.node.keep_offline
+
+    def keep_and_damage(plan_json: str, answer: NodeAnswer) -> NodeAnswer:
+        kept = keep_offline(plan_json, answer)
+        files = [*tmp_path.rglob("*.offline")]
+        assert len(files) == (0 if is_private else 1)
+        for file in files:
+            file.write_bytes(b"damaged")
+        return kept
+
+    device.node.keep_offline = keep_and_damage  # type: ignore[method-assign]
+
+    async def story(device: Device) -> None:
+        await device.exchange.begin_image(device.image)
+        device.receive(device.model)
+        await device.ask(**terms)
+        device.exchange.disconnected()
+        await device.exchange.finish(60)
+        assert not device.stream.frames
+        device.exchange.connected()
+        await device.ask(**terms)
+        await device.finish()
+
+    run(device, story)
+    assert {frame.WhichOneof("kind") for frame in device.stream.frames} == {"reply", "chunk"}
+    [report] = [json.loads(f.reply.head_json) for f in device.stream.frames if f.HasField("reply")]
+    assert report.get("num_windows", 1) == 1
 
 
 async def a_chunk_of_nothing(device: Device) -> None:

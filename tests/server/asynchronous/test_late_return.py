@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ from flwr.app import Message
 from torch import Tensor, nn
 
 from headwater.client.flower.node import NodeAnswer
-from headwater.common.errors import ConnectionLost
+from headwater.common.errors import ConnectionLost, StateError
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
 from headwater.common.messages import Plan, UpdateReport
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
-from headwater.server.asynchronous.plans_out import PlansOut
+from headwater.server.asynchronous.plans_out import FILE, PlansOut
 from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.checkpoint import run_position
@@ -49,6 +50,8 @@ class Link(Wire):
         self.enter_run(RUN)
         self.devices = {node: NodeDevice(node, folder, asynchronous=offline) for node in self.nodes}
         self.replies: list[Message] = []
+        self.plans: list[Plan] = []
+        """What the traveller was sent."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         pushed = list(messages)
@@ -58,6 +61,8 @@ class Link(Wire):
     def dispatch(self, messages: Iterable[Message]) -> list[str]:
         sent = list(messages)
         for message in sent:
+            if message.metadata.dst_node_id == TRAVELLER:
+                self.plans.append(records.read(message.content, Plan))
             reply = self._delivered(message)
             is_lost = message.metadata.group_id == self._is_lost_in
             if message.metadata.dst_node_id == TRAVELLER and is_lost:
@@ -94,6 +99,19 @@ class Link(Wire):
         vector = bytes(answer.vector)  # all devices sum in the memory of one trainer
         array = records.flat_array(vector, dtype="float32") if vector else None
         return Message(records.content_with_head(answer.head_json, array), reply_to=message)
+
+
+class Boasting(Link):
+    """A network where the traveller's first update claims more examples than its plan has."""
+
+    def _delivered(self, message: Message) -> Message:
+        reply, to = super()._delivered(message), message.metadata
+        if (to.message_type, to.dst_node_id, to.group_id) != ("train", TRAVELLER, "1"):
+            return reply
+        head = json.loads(records.head_json(reply.content))
+        head["num_examples"] *= 100
+        array = records.flat_array(records.vector(reply.content) or b"", dtype="float32")
+        return Message(records.content_with_head(json.dumps(head), array), reply_to=message)
 
 
 class Models(Observer):
@@ -174,6 +192,22 @@ def test_a_stale_sum_is_refused_once_though_the_device_does_not_hear_of_it(tmp_p
     again = next(row for row in rows[refusing[-1].round :] if "d1" in row.model_versions)
     assert not again.refused
     assert not again.num_windows
+    # The plan after the refusal says it once; that plan's update is accepted.
+    refused = [plan.refused_round for plan in link.plans]
+    assert [at for at in refused if at is not None] == [1]
+    assert refused[-1] is None
+
+
+def test_a_plan_without_offline_windows_says_nothing_of_a_refusal(tmp_path: Path) -> None:
+    """A device of an earlier version refuses a plan with a field that it does not know."""
+    settings = asynchronous(num_windows=1, rounds=6)
+    link, rows = Boasting(tmp_path, is_lost_in="none"), list[RoundRow]()
+    fleet, training = GridFleet(link), Training(settings, run_id=RUN)
+    rounds = BufferedRounds(fleet, settings)
+    run(training, fleet, on_round=rows.append, run_round=rounds)
+    assert [list(row.refused) for row in rows if row.refused] == [["d1"]]
+    assert len(link.plans) > 1
+    assert all(plan.refused_round is None for plan in link.plans)
 
 
 class Stopped(Exception):
@@ -218,6 +252,42 @@ def test_a_sum_counts_though_its_server_is_killed_before_the_first_step(
     first = next(row for row in rows if "d1" in row.model_versions)
     assert (first.num_windows, first.model_versions) == ({"d1": NUM_WINDOWS}, {"d1": 0})
     assert first.clients[0].num_examples == NUM_WINDOWS * QUOTA
+
+
+def test_a_run_that_begins_ignores_the_plans_of_another_run_in_its_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    settings = asynchronous(rounds=3, out=out)
+    other = Plan(round=1, run_seed=0, model_version=0, quota=QUOTA // 3, micro_batch_size=1)
+    PlansOut(settings).add({"d1": other, "d9": other}, version=0)
+    fleet = GridFleet(Stopping(tmp_path))
+    training = Training(settings, run_id=RUN)
+    with pytest.raises(Stopped):
+        run(
+            training,
+            fleet,
+            on_round=lambda _: None,
+            run_round=BufferedRounds(fleet, settings),
+        )
+    after = PlansOut(settings)
+    after.restore(version=0, counted={})
+    found = [after.answered_by(report_of(other, name)) for name in ("d1", "d2", "d9")]
+    assert [None if plan is None else plan.quota for plan in found] == [QUOTA, QUOTA, None]
+
+
+def test_plans_are_written_after_the_checkpoint_of_their_model(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / FILE).mkdir(parents=True)  # plans cannot be written there
+    settings = asynchronous(rounds=3, out=out)
+    fleet = GridFleet(Link(tmp_path))
+    with pytest.raises(StateError, match=FILE):
+        run(
+            Training(settings, run_id=RUN),
+            fleet,
+            on_round=lambda _: None,
+            run_round=BufferedRounds(fleet, settings),
+        )
+    assert run_position(out, resume=True) == (RUN, 0)
 
 
 def report_of(plan: Plan, name: str) -> UpdateReport:
