@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from typing import Any
 
 import uvicorn
@@ -29,10 +30,12 @@ class _CountedSocket(socket.socket):
         self.num_sent_bytes += num_bytes
         return num_bytes
 
-    def sendmsg(self, *arguments: Any) -> int:  # what asyncio calls from Python 3.12 on
-        num_bytes = super().sendmsg(*arguments)
-        self.num_sent_bytes += num_bytes
-        return num_bytes
+    if sys.platform != "win32":  # which has none
+
+        def sendmsg(self, *arguments: Any) -> int:  # what asyncio calls from Python 3.12 on
+            num_bytes: int = super().sendmsg(*arguments)
+            self.num_sent_bytes += num_bytes
+            return num_bytes
 
 
 class _Connection(H11Protocol):
