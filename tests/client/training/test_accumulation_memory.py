@@ -116,15 +116,19 @@ def test_no_micro_batch_exceeds_a_changing_limit_and_the_sum_is_exact(
         return
     walked = report.num_examples + report.num_refused
     bad = {p for p, kind in enumerate(kinds) if kind}
-    assert report.num_refused == len(bad & set(range(walked)))
-    assert torch.equal(context.accumulator.values_P, sums(context, sorted({*range(walked)} - bad)))
+    good = [p for p in range(24) if p not in bad]
+    assert torch.equal(context.accumulator.values_P, sums(context, good[: report.num_examples]))
     assert report.weight == report.num_examples
     if report.reason == "quota":
         assert walked == quota
+        assert report.num_refused == len(bad & set(range(walked)))
     else:
         assert report.reason == "short of memory"
         assert 0 in sizes
-    assert report.micro_batch_size >= min(step.num_examples for step in report.steps)
+        # The micro-batch in which the window ended may have shown further bad examples.
+        assert report.num_refused >= len(bad & set(range(good[report.num_examples - 1])))
+    if not report.num_refused:
+        assert report.micro_batch_size >= min(step.num_examples for step in report.steps)
 
 
 def test_a_lowered_limit_reduces_the_remaining_micro_batches_and_repeats_none() -> None:
