@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +124,6 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
     frozen: list[tuple[str, Tensor]] = []
     local: list[tuple[str, Tensor]] = []
     for name, tensor in named_tensors(model):
-        if is_lazy(tensor):
-            raise UnsupportedModel(
-                f"{name} has no shape yet, as its layer is lazy",
-                remedy="call the model on an example's inputs at the end of new_model",
-            )
         is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if is_trainable and tensor.dtype != torch.float32:
             raise UnsupportedModel(f"the parameter {name} is {_name(tensor)}; updates are float32")
@@ -142,9 +138,18 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter, then each buffer, under its first name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """Yield each parameter, then each buffer, under its first name.
+
+    Raises:
+        UnsupportedModel: one has no shape yet.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UnsupportedModel(
+                f"{name} has no shape yet, as its layer is lazy",
+                remedy="call the model on an example's inputs at the end of new_model",
+            )
+        yield name, tensor
 
 
 def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:

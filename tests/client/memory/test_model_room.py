@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.model_room import built_within
 from headwater.client.memory.peak_model import PeakMeter, resident_bytes
-from headwater.common.errors import OutOfMemory
+from headwater.common.errors import OutOfMemory, UnsupportedModel
 from headwater.common.system.heap import release_freed_memory
 
 pytestmark = pytest.mark.usefixtures("collected")
@@ -47,6 +47,11 @@ def test_a_model_beyond_the_limit_is_refused_with_all_its_bytes_and_never_alloca
     assert meter.peak_bytes() - before < 10 * LAYER * MIB
     assert "takes 640 MiB, and its gradient 640 MiB more" in str(caught.value)
     assert "cgroup's memory.max" in str(caught.value)
+
+
+def test_a_lazy_layer_is_refused_by_the_name_of_its_parameter() -> None:
+    with pytest.raises(UnsupportedModel, match=r"0\.weight has no shape yet"):
+        built_within(room_for(5 * LAYER), lambda: nn.Sequential(nn.LazyLinear(2)))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
