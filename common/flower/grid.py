@@ -33,7 +33,7 @@ from headwater.common.model.parameters import ModelImage
 SERVER_NODE_ID = 1
 CLIENT_APP_FAILED = ErrorCode.UNKNOWN
 """The code of a reply that Flower makes when a ClientApp raises an exception."""
-# A device that does not describe itself within this time is refused.
+# A device that does not describe itself within this time is late.
 SILENT_SECONDS = 300.0
 
 
@@ -44,7 +44,6 @@ class HeadwaterGrid(Grid):
     """Whether further nodes may connect on their own."""
     has_virtual_clock = False
     """Whether the devices' seconds are those of a simulator's clock."""
-    silent_seconds = SILENT_SECONDS
 
     def __init__(self) -> None:
         self._run: Run | None = None

@@ -21,7 +21,7 @@ from headwater.common.compression.model_difference import FindDifference
 from headwater.common.compression_terms import update_bytes
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid, ensure_message_id
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
@@ -42,17 +42,10 @@ class GrpcGrid(HeadwaterGrid):
 
     awaits_more = True
 
-    def __init__(
-        self,
-        servicer: Servicer,
-        *,
-        silent_seconds: float = SILENT_SECONDS,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, servicer: Servicer, *, may_begin: Callable[[], bool] = lambda: True) -> None:
         """Make a grid of the servicer's devices; ``may_begin`` is called before each round."""
         super().__init__()
         self._may_begin = may_begin
-        self.silent_seconds = silent_seconds
         self._servicer = servicer
         self._sent: dict[str, Message] = {}
         self._num_parameters = 0

@@ -5,8 +5,8 @@ A device that lacks the frozen part of the model is sent it then, and joins when
 A node may be an aggregator, which lists devices of its own (``server.flower.branches``).
 
 A device that is slow to answer, for example a Raspberry Pi that imports torch and tests its task,
-joins a later round; a device that stays silent is refused. A known device can be asked again, for
-example after it was left out of a round: its answer replaces the old one whenever it arrives.
+joins a later round. A known device can be asked again, for example after it was left out of a
+round: its answer replaces the old one whenever it arrives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -40,7 +40,7 @@ from headwater.server.refused_devices import RefusedDevices
 log = logging.getLogger(__name__)
 
 DESCRIBE, FROZEN = "query.describe", "query.frozen"
-# A device that receives the frozen part more slowly is refused.
+# A device that receives the frozen part more slowly is late.
 LEAST_BYTES_PER_SECOND = 32 << 10
 # The first round waits so long for newcomers, even if enough clients have joined.
 PATIENCE_SECONDS = 10.0
@@ -58,6 +58,8 @@ class PendingDescription:
     """The description of a node that is sent the frozen part of the model."""
     more_seconds: float = 0.0
     """The time for the frozen part, beyond that for a description."""
+    is_late: bool = False
+    """Whether the log says that the answer is late."""
 
 
 RefusalOfBranch = Callable[[str], AggregatorRefused | None]
@@ -163,7 +165,7 @@ class Registration:
         if awaited := [*self._pending, *self.branches.pending]:
             for reply in self._grid.pull_messages(awaited):
                 self.take_reply(reply)
-        self._refuse_silent()
+        self._note_silent()
         # After the replies: a round waits for the list of an aggregator that has just joined.
         self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
         self.branches.ask(request)
@@ -298,18 +300,28 @@ class Registration:
         if any(name == other.name for node, other in self.reports.items() if node != node_id):
             raise IdentityRefused(f"two devices have the name {name}")
 
-    def _refuse_silent(self) -> None:
-        limit = SILENT_SECONDS if self._own is None else self._own.silent_seconds
-        cutoff = self._clock() - limit
-        for message_id, pending in list(self._pending.items()):
-            if pending.at + pending.more_seconds < cutoff:
-                del self._pending[message_id]
-                if pending.is_repeat:
-                    continue  # it keeps its old description and may be asked again
-                what = "describe itself" if pending.report is None else "take the frozen part"
-                seconds = limit + pending.more_seconds
-                late = LateUpdate(f"the device did not {what} within {seconds:g} s")
-                self._refuse(pending.node_id, late)
+    def _note_silent(self) -> None:
+        """Warn of newcomers that take long, once, and refuse them on Flower's own engines.
+
+        On our stream a device is alive while it is connected, and its check of a large model may
+        take any time; Flower does not say whether a node still works on a message.
+        """
+        now = self._clock()
+        for message_id, one in list(self._pending.items()):
+            limit = SILENT_SECONDS + one.more_seconds
+            if one.is_late or one.at + limit >= now:
+                continue
+            del self._pending[message_id]
+            if one.is_repeat:
+                continue  # it keeps its old description and may be asked again
+            what = "described itself" if one.report is None else "taken the frozen part"
+            if self._own is None:
+                error = f"the device has not {what} within {limit:g} s"
+                self._refuse(one.node_id, LateUpdate(error, remedy="look into the log of the node"))
+                continue
+            self._pending[message_id] = replace(one, is_late=True)
+            name = self._own.name_of(one.node_id) or "a device"
+            log.warning("%s has not %s within %g s; it joins when it has", name, what, limit)
 
     def _refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.reports.pop(node_id, None)

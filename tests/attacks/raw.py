@@ -98,7 +98,6 @@ async def serving(
     min_clients: int = 1,
     reconnect_seconds: float = 30.0,
     return_seconds: float = 5.0,
-    silent_seconds: float = 30.0,
     deadline: float | None = None,
     on_devices: bool = False,
     credentials: Credentials | None = None,
@@ -140,16 +139,16 @@ async def serving(
     run = Run(
         servicer=servicer, training=Training(chosen, run_id=RUN_ID), thread=threading.Thread()
     )
-    run.thread = threading.Thread(target=_serve, args=(run, silent_seconds), daemon=True)
+    run.thread = threading.Thread(target=_serve, args=(run,), daemon=True)
     try:
         yield run
     finally:
         await asyncio.to_thread(servicer.stop, say_goodbye=False)
 
 
-def _serve(run: Run, silent_seconds: float) -> None:
+def _serve(run: Run) -> None:
     try:
-        grid = GrpcGrid(run.servicer, silent_seconds=silent_seconds)
+        grid = GrpcGrid(run.servicer)
         grid.enter_run(RUN_ID)
         run_rounds(run.training, GridFleet(grid), on_round=run.rows.append)
     except BaseException as error:

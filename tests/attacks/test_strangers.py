@@ -404,7 +404,7 @@ STALLS: tuple[Callable[[RawDevice], Awaitable[None]], ...] = (
 def test_stalled_devices_cannot_stop_a_round_with_a_deadline() -> None:
     async def play() -> None:
         names = [stall.__name__ for stall in STALLS]
-        how: dict[str, Any] = {"deadline": 2.0, "silent_seconds": 1.0, "rounds": 2}
+        how: dict[str, Any] = {"deadline": 2.0, "rounds": 2}
         async with cohort("honest", *names, **how) as (run, honest, *attackers):
             stalling = [
                 asyncio.ensure_future(stall(device))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from flwr.app import Error, Message
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
 
 from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.flower import records
-from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.server.flower.registration import PATIENCE_SECONDS, Registration
 
@@ -23,12 +26,11 @@ LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of it
 class Wire(HeadwaterGrid):
     """A grid whose test decides which node answers what, and when."""
 
-    silent_seconds = 300.0
-
     def __init__(self, *nodes: int) -> None:
         super().__init__()
         self.nodes = list(nodes)
         self.requests: list[Message] = []
+        self.names: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self._answers: list[Message] = []
         self._open: dict[int, Message] = {}
@@ -39,6 +41,9 @@ class Wire(HeadwaterGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         return self.nodes
+
+    def name_of(self, node_id: int) -> str | None:
+        return self.names.get(node_id)
 
     def refuse(self, node_id: int, error: HeadwaterError) -> None:
         self.refused[node_id] = error.code
@@ -78,10 +83,41 @@ class Wire(HeadwaterGrid):
         self._answers.append(Message(error, reply_to=self._open[node]))
 
 
-def known(*nodes: int) -> tuple[Registration, Wire]:
+class FlowerNodes(Grid):
+    """A grid of Flower's own, whose nodes never answer."""
+
+    def __init__(self, *nodes: int) -> None:
+        self._nodes = nodes
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self._nodes
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [ensure_message_id(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        return iter(())
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterator[Message]:
+        raise NotImplementedError
+
+
+def known(*nodes: int, clock: Callable[[], float] = time.monotonic) -> tuple[Registration, Wire]:
     """Return a registration in which these nodes are described."""
     wire = Wire(*nodes)
-    registration = Registration(wire)
+    registration = Registration(wire, clock=clock)
     registration.update(REQUEST)
     assert wire.new_requests() == [(node, None) for node in nodes]
     for node in nodes:
@@ -166,17 +202,46 @@ def test_a_device_that_answered_a_later_message_may_be_asked_again() -> None:
     assert wire.new_requests() == [(1, LEFT_OUT.left_out)]
 
 
-def test_a_known_device_that_ignores_a_repeated_request_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registration, wire = known(1)
+def test_a_known_device_that_ignores_a_repeated_request_is_not_refused() -> None:
+    now = [0.0]
+    registration, wire = known(1, clock=lambda: now[0])
     registration.ask_again({"d1": LEFT_OUT})
-    monkeypatch.setattr(wire, "silent_seconds", -1.0)
+    now[0] = SILENT_SECONDS + 1
     registration.update(REQUEST)
     assert wire.refused == {}
     assert examples(registration) == {1: 10}
     registration.ask_again({"d1": LEFT_OUT})
     assert len(wire.new_requests()) == 2
+
+
+def test_a_device_whose_description_takes_hours_joins_and_the_log_names_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    registration, wire = known(1, clock=lambda: now[0])
+    wire.nodes.append(2)
+    wire.names[2] = "d2"
+    for _ in range(10):
+        registration.update(REQUEST)
+        now[0] += SILENT_SECONDS / 2 + 1
+    wire.new_requests()
+    assert [one.message for one in caplog.records] == [
+        "d2 has not described itself within 300 s; it joins when it has"
+    ]
+    wire.answer(2)
+    registration.update(REQUEST)
+    assert examples(registration) == {1: 10, 2: 10}
+    assert wire.refused == {}
+
+
+def test_a_node_of_flowers_engines_that_stays_silent_is_refused() -> None:
+    now = [0.0]
+    nodes = FlowerNodes(1)
+    registration = Registration(nodes, clock=lambda: now[0])
+    registration.update(REQUEST)
+    now[0] = SILENT_SECONDS + 1
+    registration.update(REQUEST)
+    assert registration.refused[1].code == "LateUpdate"
 
 
 def test_a_disconnected_device_is_not_asked_again() -> None:
