@@ -195,7 +195,7 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     ``run`` runs a connection to its end, after so many seconds.
 
     Raises:
-        KeyboardInterrupt: the device is asked to stop at once; it says "stopped" if it was
+        KeyboardInterrupt: the device is to stop at once; it says "stopped" if it was
             connected.
         HeadwaterError: see ``Connection.run``.
     """
