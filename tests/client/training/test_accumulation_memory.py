@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.activation_checkpointing import is_on
+from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import EmptyUpdate, OutOfMemory
 from headwater.common.messages import MAX_STEPS
 from tests.tasks import NAN_GRADIENT, NAN_LOSS, TwoLayers, examples
@@ -129,6 +132,19 @@ def test_no_micro_batch_exceeds_a_changing_limit_and_the_sum_is_exact(
         assert report.num_refused >= len(bad & set(range(good[report.num_examples - 1])))
     if not report.num_refused:
         assert report.micro_batch_size >= min(step.num_examples for step in report.steps)
+
+
+def test_an_example_between_the_end_and_a_bad_one_found_further_on_comes_first_next_time() -> None:
+    """All three are tried, the third is bad; then one of the others fits, and then none."""
+    order: dict[str, Any] = {"run_seed": 0, "name": "pi", "num_examples": 24}
+    first = window(SamplerPosition(), quota=3, **order)
+    data = examples(24, kinds=[NAN_LOSS if p == first.positions[2] else 0 for p in range(24)])
+    context = training_context(TwoLayers(), data, memory=FakeMemory(rooms(3, 1, 0)))
+    found = sum_gradients(plan(3, 3), first, context)
+    assert found.total.reason == "short of memory"
+    assert list(found.used) == [first.positions[0], first.positions[2]]
+    following = window(first.after_use_of(found.used), quota=1, **order)
+    assert following.positions == (first.positions[1],)
 
 
 def test_a_lowered_limit_reduces_the_remaining_micro_batches_and_repeats_none() -> None:
