@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from headwater.client.memory.peak_model import (
 from headwater.client.trainer.kept_bytes import count_by_length, kept_bytes, loss_of
 from headwater.client.trainer.probe_fit import (
     PROBE_SECONDS,
+    SLOW_SECONDS,
     ProbeFit,
     ProbePoint,
     predicted_bytes,
@@ -88,6 +90,8 @@ class ExampleProbe:
     def fit(self, limit_bytes: Callable[[], int | None], *, cores: float) -> ProbeFit:
         """Measure sizes 1, 2, 4 and so on, until ``reason_to_stop`` or an allocation failure.
 
+        If the first pass of one example takes ``SLOW_SECONDS``, it is the only one.
+
         ``cores`` is the process's long-term share: a cgroup lets short passes run at full speed and
         pauses the process later.
 
@@ -98,15 +102,23 @@ class ExampleProbe:
         begun = time.perf_counter()
         self.image.model.train()
         does_not_fit = f"{self._name}: one example alone does not fit in memory"
-        try:
-            positions = self._working(together=1)
-            release_freed_memory()
-            rest_bytes = resident_bytes()
-            kept = float(kept_bytes(self._context, positions[:1]))
-        except MemoryError:
-            raise OutOfMemory(does_not_fit) from None
         points: tuple[ProbePoint, ...] = ()
         stopped = None
+        release_freed_memory()
+        peak = PeakMeter()
+        try:
+            positions, seconds = self._passed(together=1, cores=cores)
+            peak_bytes = peak.peak_bytes()
+            release_freed_memory()
+            rest_bytes = resident_bytes()
+            if seconds < SLOW_SECONDS:
+                kept = float(kept_bytes(self._context, positions[:1]))
+            else:
+                kept = float(max(peak_bytes - rest_bytes, 1))
+                points = (_point(1, _Times(first=[seconds], least=[seconds]), peak_bytes),)
+                stopped = f"it took {seconds:.1f} s"
+        except MemoryError:
+            raise OutOfMemory(does_not_fit) from None
         while stopped is None:
             size = min(2 * points[-1].size, len(positions)) if points else 1
             try:
@@ -148,7 +160,7 @@ class ExampleProbe:
 
         Each storage counts once; the model's own parameters do not count.
         """
-        some = (self._working(together=2) if positions is None else positions)[:2]
+        some = (self._passed(together=2)[0] if positions is None else positions)[:2]
         one, two = (kept_bytes(self._context, part) for part in (some[:1], some))
         return float(max(two - one, one / 2, 1))
 
@@ -262,10 +274,11 @@ class ExampleProbe:
             return _repeated(usual, number)
         return [n * num_examples // number for n in range(number)]
 
-    def _working(self, *, together: int) -> list[int]:
-        """Return up to 256 positions, of which the first ``together`` work in one micro-batch.
+    def _passed(self, *, together: int, cores: float = math.inf) -> tuple[list[int], float]:
+        """Pass the first examples together; return the positions to measure, and the seconds.
 
-        If the first ones fail, those of a few that work are repeated.
+        The positions are up to 256. If the first ones fail, those of a few that work are repeated,
+        and the seconds are 0.
 
         Raises:
             TaskFailed: all of the first few fail.
@@ -273,10 +286,9 @@ class ExampleProbe:
         """
         positions = self.spread()
         try:
-            self._run(positions[:together])
+            return positions, self._timed(positions[:together], cores)
         except _ExamplesFailed as error:
-            return _repeated(self._usable(error), len(positions))
-        return positions
+            return _repeated(self._usable(error), len(positions)), 0.0
 
     def _usable(self, error: _ExamplesFailed) -> list[int]:
         log.debug("%s: some examples failed: %s", self._name, error)

@@ -18,8 +18,12 @@ from headwater.common.stats.linear_fit import Line, fit_line
 # second pass peaks at four fifths of the highest of ten passes, due to heap fragmentation.
 SAFE_SHARE = 0.8
 
-# For the whole probe, though sizes 1 and 2 are measured however slow the device is.
+# For the whole probe, though sizes 1 and 2 are measured even if that takes longer.
 PROBE_SECONDS = 2.0
+
+# A pass of one example that takes so long is the only one. Sizes 1 and 2 would take seven times as
+# long, and gain little: dispatch alone takes so long only for about a million calls of operators.
+SLOW_SECONDS = 4.0
 
 # A size is faster if an example takes this share less time; three doublings without that end the
 # probe. Two would end it at 8 for a transformer and a CNN that take a quarter less time at 16.
@@ -60,16 +64,17 @@ class ProbeFit:
         """The line through the seconds, and the size above which an example takes no less time.
 
         Seconds without interruptions define the line's shape; it is scaled by how much longer the
-        usual ones are in all, because other work slows the device. The fastest size is unknown if
-        it is the largest one measured, or if other work disturbs the measurement: the planner then
-        prefers larger sizes, which lose less if the fastest is another one.
+        usual ones are in all, because other work slows the device. Of a slow pass the fastest size
+        is 1. It is unknown if it is the largest one measured, or if other work disturbs the
+        measurement: the planner then prefers larger sizes, which lose less if it is another one.
         """
         shape = fit_line([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)
         line = shape.times(usual / math.fsum(p.seconds for p in self.points))
         fastest = _fastest(self.points).size
-        is_known = fastest < self.points[-1].size and usual < DISTURBED * math.fsum(
-            p.least_seconds for p in self.points
+        is_known = self.points[0].seconds >= SLOW_SECONDS or (
+            fastest < self.points[-1].size
+            and usual < DISTURBED * math.fsum(p.least_seconds for p in self.points)
         )
         return Speed(
             seconds_per_micro_batch=line.base,

@@ -289,6 +289,22 @@ def test_after_a_failing_example_the_gradients_are_still_slices_of_the_vector() 
     context.accumulator.check_views()
 
 
+def test_a_slow_example_passes_once_and_larger_sizes_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headwater.client.trainer.probe.PROBE_SECONDS", 0.0)
+    for module in ("probe", "probe_fit"):
+        monkeypatch.setattr(f"headwater.client.trainer.{module}.SLOW_SECONDS", 0.0)
+    task = TwoLayers()
+    found = probe(training_context(examples(8), task))
+    assert task.seen == [1]
+    assert [point.size for point in found.points] == [1]
+    assert found.speed.fastest_micro_batch_size == 1
+    assert found.speed.seconds_per_example == found.points[0].seconds
+    line = found.peaks.line
+    assert line.base + line.each >= found.points[0].peak_bytes
+
+
 def test_running_out_of_memory_at_eight_examples_ends_the_probe_at_four() -> None:
     found = probe(training_context(examples(24), TwoLayers(max_micro_batch=4)))
     assert [p.size for p in found.points] == [1, 2, 4]
