@@ -7,8 +7,9 @@ import subprocess
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,12 +27,14 @@ from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
-from tests.processes import free_port
+from tests import fork_server
+from tests.processes import free_port, until
 from tests.venvs import make_venv
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 280
 NUM_NODES = 4
+STARTED_OFTEN = ("flwr-clientapp", "flwr-serverapp")
 PARTS = range(NUM_NODES)
 # Each belongs to one machine, or to an engine that `flwr run` is not.
 NOT_OF_A_FLOWER_RUN = (
@@ -104,6 +107,10 @@ class Deployment:
         without = subprocess.run([self._bin / "python", "-c", "import headwater"], cwd=self.folder)
         assert without.returncode != 0
         address = f"127.0.0.1:{self._port}"
+        forks = self.folder / "forks"
+        for command in STARTED_OFTEN:
+            fork_server.make_preloaded(self._bin / command, forks)
+        self.run(str(self._bin / "python"), "-P", fork_server.__file__, str(forks))
         (self.folder / "home").mkdir()
         (self.folder / "home" / "config.toml").write_text(
             f'[superlink.loopback]\naddress = "{address}"\ninsecure = true\n'
@@ -112,6 +119,7 @@ class Deployment:
         (self.folder / "allow-list").write_text("\n".join(lines))
         self.run("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port))
         self._await_health(f"http://{address}/health")
+        self._await(forks.exists)
 
     def of(self, part: int) -> Path:
         """The folder of a device's own files."""
@@ -143,11 +151,8 @@ class Deployment:
                 "--insecure", "--superlink", f"127.0.0.1:{self._port}",
                 "--host", "127.0.0.1", "--port", str(port), "--node-config", " ".join(config),
             )  # fmt: skip
-        end = time.monotonic() + PATIENCE_SECONDS
         for node in self._nodes.values():
-            while "SuperNode ID" not in self._logs[node.pid].read_text():
-                assert time.monotonic() < end, self.said()
-                time.sleep(0.1)
+            self._await(partial(self._has_joined, node))
 
     def flwr_run(self, *run_config: str) -> Path:
         """Run the project to its end; return the folder that it leaves."""
@@ -161,14 +166,18 @@ class Deployment:
         return out
 
     def _await_health(self, url: str) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                with urllib.request.urlopen(url, timeout=1):
-                    return
-            except OSError:
-                assert time.monotonic() < end, self.said()
-                time.sleep(0.2)
+        def is_healthy() -> bool:
+            with suppress(OSError), urllib.request.urlopen(url, timeout=1):
+                return True
+            return False
+
+        self._await(is_healthy)
+
+    def _has_joined(self, node: subprocess.Popen[bytes]) -> bool:
+        return "SuperNode ID" in self._logs[node.pid].read_text()
+
+    def _await(self, is_so: Callable[[], bool]) -> None:
+        until(is_so, seconds=PATIENCE_SECONDS, what=self.said)
 
     def run(self, *command: str) -> subprocess.Popen[bytes]:
         path = self.folder / f"{Path(command[0]).name}-{uuid4().hex[:4]}.log"
