@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -166,8 +166,12 @@ class Fleet(Protocol):
         """Take the model whose frozen part is sent to clients that lack it, before ``describe``."""
         ...
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
         """Wait until ``min_clients`` are connected, and return all that are, with their reports.
+
+        The clients ``without`` do not count among ``min_clients``.
 
         A simulator may make a report only when it is looked up. If the device then turns out to be
         unable to describe itself, the lookup raises a KeyError.

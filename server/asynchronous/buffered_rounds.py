@@ -135,7 +135,9 @@ class BufferedRounds:
         """Plan for the free clients; return the plans of all that work then, and the buffer."""
         planner, settings = training.planner, training.settings
         clients = self._fleet.describe(
-            planner.describe_request(), min_clients=settings.num_clients_needed
+            planner.describe_request(),
+            min_clients=settings.num_clients_needed,
+            without=planner.sitting_out(round_number=training.round + 1),
         )
         watch.lap("wait")
         observer.begun(training.round + 1, clients.reports)

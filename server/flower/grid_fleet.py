@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,9 @@ class GridFleet:
         if self._own is not None:
             self._own.share_frozen(image)
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
         self._request = request
         self._registration.branches.begin_round()
         if self._own is not None:
@@ -114,7 +116,7 @@ class GridFleet:
             self._registration.update(request)
             reports, refused = self._registration.clients(), self._registration.refused
             may_begin = self._own is None or self._own.may_begin()
-            if may_begin and self._registration.may_begin(min_clients=min_clients):
+            if may_begin and self._registration.may_begin(min_clients=min_clients, without=without):
                 refusals.log()
                 return self._connected(reports)
             is_complete = not getattr(self._grid, "awaits_more", True)
@@ -125,7 +127,9 @@ class GridFleet:
                 refusals.log()
                 next_refusals = time.monotonic() + REFUSALS_SECONDS
             if may_begin and time.monotonic() >= next_notice:
-                log.warning("%s", self._registration.awaited(min_clients=min_clients))
+                log.warning(
+                    "%s", self._registration.awaited(min_clients=min_clients, without=without)
+                )
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)
 

@@ -93,14 +93,14 @@ class Registration:
         self._has_begun = False
         self._enough_since: float | None = None
 
-    def may_begin(self, *, min_clients: int) -> bool:
+    def may_begin(self, *, min_clients: int, without: Collection[str] = ()) -> bool:
         """Return whether a round may begin with the clients that have described themselves.
 
         The first round waits a little for newcomers that have not answered yet, because the
         devices of a fleet start at about the same time; the wait ends even if more newcomers come.
-        No later round waits for a newcomer.
+        No later round waits for a newcomer. The clients ``without`` are not among ``min_clients``.
         """
-        if self.branches.awaited() or len(self.clients()) < min_clients:
+        if self.branches.awaited() or self._num_clients(without) < min_clients:
             return False
         if not self._has_begun:
             now = self._clock()
@@ -112,15 +112,19 @@ class Registration:
             )
         return self._has_begun
 
-    def awaited(self, *, min_clients: int) -> str:
+    def awaited(self, *, min_clients: int, without: Collection[str] = ()) -> str:
         """Say what a round waits for that may not begin."""
-        number = len(self.clients())
+        number = self._num_clients(without)
         if number < min_clients:
-            return f"waiting: {number} of {counted(min_clients, 'client')} joined"
+            more = f", without {len(without)} that sit out" if without else ""
+            return f"waiting: {number} of {counted(min_clients, 'client')} joined{more}"
         if names := self.branches.awaited():
             return f"waiting for the list of devices of {', '.join(names)}"
         number = sum(not one.is_repeat for one in self._pending.values())
         return f"waiting for {counted(number, 'newcomer')} to answer"
+
+    def _num_clients(self, without: Collection[str]) -> int:
+        return len(self.clients().keys() - set(without))
 
     def clients(self) -> dict[str, DeviceReport]:
         """Return the descriptions of all clients by name: the nodes' own, and the aggregators'.

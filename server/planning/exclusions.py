@@ -8,7 +8,7 @@ connects again, because the owner may have changed the limit.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class Exclusion:
     times: int
     why: str
     is_by_owner: bool = False
+    is_for_model: bool = False
+    """Whether it ends with the round, as the client has masked too much at the round's model."""
 
 
 def owners_reasons(refused: Mapping[str, HeadwaterError]) -> dict[str, str]:
@@ -68,6 +70,26 @@ def exclude(
             through_round=through, times=times, why=why, is_by_owner=is_by_owner
         )
     return after
+
+
+def sit_out(
+    known: Mapping[str, Exclusion], names: Iterable[str], *, round_number: int
+) -> dict[str, Exclusion]:
+    """Return the exclusions after clients refused to mask more at the model of a round.
+
+    Such a client is excluded from this round alone. It is at no fault, so a later exclusion is no
+    longer for it.
+    """
+    new = {
+        name: Exclusion(
+            through_round=round_number,
+            times=known[name].times if name in known else 0,
+            why="it masked most of its examples at this model",
+            is_for_model=True,
+        )
+        for name in names
+    }
+    return {**known, **new}
 
 
 def without_owners(

@@ -32,6 +32,7 @@ from headwater.server.planning.exclusions import (
     Exclusion,
     exclude,
     excluded_in,
+    sit_out,
     without_owners,
 )
 from headwater.server.planning.known_clients import KnownClients
@@ -118,6 +119,30 @@ class RoundPlanner:
         for name, why in reasons.items():
             through = self.excluded[name].through_round
             log.warning("%s is left out through round %d: %s", name, through, why)
+
+    def sit_out(self, names: Collection[str], *, round_number: int) -> None:
+        """Leave clients out of a round's further attempts: they mask no more at its model.
+
+        An aborted round leaves the model as it was, so they would refuse each attempt's plan.
+        """
+        self.excluded = sit_out(self.excluded, names, round_number=round_number)
+        if names:
+            log.warning(
+                "round %d: %s left out until the model changes (%s), as they masked most of their "
+                "examples at this model, in a session that failed or in another run: a smaller "
+                "quota lets a client mask twice",
+                round_number,
+                counted(len(names), "client"),
+                ", ".join(sorted(names, key=natural)[:MAX_NAMES]),
+            )
+
+    def sitting_out(self, *, round_number: int) -> set[str]:
+        """Return the clients that ``sit_out`` leaves out of this round."""
+        return {
+            name
+            for name, one in self.excluded.items()
+            if one.is_for_model and one.through_round == round_number
+        }
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
         """Return the request for a client's description of itself, when it joins or is left out."""

@@ -16,6 +16,7 @@ from headwater.common.errors import (
     RoundAborted,
     TaskError,
     TermEnded,
+    UpdateAlreadyMasked,
 )
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
@@ -193,6 +194,9 @@ def finish_round(
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
+    training.planner.sit_out(
+        masked_before(opened, version=training.round), round_number=training.round + 1
+    )
     try:
         _raise_common_fault(opened)
         done = training.close_round(opened, fleet)
@@ -246,7 +250,11 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch
     Their descriptions may have changed when the next round is planned.
     """
     planner, needed = training.planner, training.settings.num_clients_needed
-    clients = fleet.describe(planner.describe_request(), min_clients=needed)
+    clients = fleet.describe(
+        planner.describe_request(),
+        min_clients=needed,
+        without=planner.sitting_out(round_number=training.round + 1),
+    )
     watch.lap("wait")
     observer.begun(training.round + 1, clients.reports)
     planned = planner.plan(
@@ -278,6 +286,17 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
+
+
+def masked_before(opened: OpenRound, *, version: int) -> list[str]:
+    """Return the clients that refuse further plans at this model, as they masked too much at it."""
+    return [
+        name
+        for name, error in opened.refused.items()
+        if isinstance(error, UpdateAlreadyMasked)
+        and name in opened.plans
+        and opened.plans[name].model_version == version
+    ]
 
 
 def _raise_common_fault(opened: OpenRound) -> None:

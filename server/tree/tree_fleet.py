@@ -8,7 +8,7 @@ aggregator would see the sum of its devices (docs/scale.md).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from headwater.common.compression.model_difference import SentModel
@@ -45,8 +45,10 @@ class TreeFleet:
     def share_frozen(self, image: ModelImage) -> None:
         self._fleet.share_frozen(image)
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
-        return self._fleet.describe(request, min_clients=min_clients)
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
+        return self._fleet.describe(request, min_clients=min_clients, without=without)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         self._fleet.ask_again(requests)

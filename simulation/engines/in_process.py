@@ -8,7 +8,7 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -90,7 +90,9 @@ class LocalFleet:
         if image.layout.num_frozen_bytes:
             self._devices.trainer.loaded_model.share_frozen(image)
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
 
         Raises:
@@ -100,7 +102,7 @@ class LocalFleet:
         number, roster = self._last_round + 1, self._roster
         for look in range(MAX_LOOKS):
             roster.look(request, round_number=number, look=look)
-            if roster.has(min_clients):
+            if roster.has(min_clients + len(without)):
                 roster.log_refusals()
                 return roster.clients()
             if (error := roster.take_error()) is not None:

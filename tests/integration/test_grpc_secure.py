@@ -262,3 +262,31 @@ def test_a_server_killed_in_mid_session_opens_another_and_no_example_is_masked_t
     # Three rounds, and for device 1 and whoever else had masked by then the one that was lost.
     assert offsets[1] == 4 * SHARE
     assert set(offsets) <= {3 * SHARE, 4 * SHARE}
+
+
+def test_a_round_goes_on_with_others_when_its_devices_masked_all_they_give_at_its_model(
+    tmp_path: Path,
+) -> None:
+    """Device 0 dies as it masks: no session of two opens, and a plan asks for most of the data."""
+    task = write_orders_task(tmp_path)
+    (tmp_path / "open-1").touch()
+    (tmp_path / "kill-0-masked_update-1").touch()
+    waits = {"return_seconds": 0.5, "reconnect_seconds": 0.5}
+    config = write_settings(tmp_path, cohort=waits)
+    work = ("--accumulation-steps", 75, "--micro-batch-size", 8)  # 600 of a device's 1,000 examples
+    settings = ("--rounds", 2, *work, *SEMI_HONEST, "--min-clients", 3, "--config", config)
+    parts = ("--num-parts", 6)
+    with Processes(tmp_path) as processes:
+        server = processes.server(*settings, task=task)
+        port = port_of(server)
+        victim, *others = start_clients(processes, port, [(*SEMI_HONEST, *parts)] * 3, task=task)
+        assert victim.wait() == -signal.SIGKILL
+        server.wait_for("TooFewSurvivors")
+        others.append(processes.client(port, 3, *SEMI_HONEST, *parts, task=task))
+        server.wait_for("2 clients left out until the model changes")
+        others += [processes.client(port, i, *SEMI_HONEST, *parts, task=task) for i in (4, 5)]
+        for process in (server, *others):
+            process.succeed()
+    first, second = rows(tmp_path / "out")
+    assert {one["name"] for one in first["masked_clients"]} == {"3", "4", "5"}
+    assert second["num_clients"] == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -64,8 +64,10 @@ class Network:
     def share_frozen(self, image: ModelImage) -> None:
         self._fleet.share_frozen(image)
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
-        return self._fleet.describe(request, min_clients=min_clients)
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
+        return self._fleet.describe(request, min_clients=min_clients, without=without)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         self._fleet.ask_again(requests)
@@ -413,9 +415,11 @@ class CountingNetwork(Network):
 
     min_clients = num_needed = 0
 
-    def describe(self, request: DescribeRequest, *, min_clients: int) -> ConnectedClients:
+    def describe(
+        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+    ) -> ConnectedClients:
         self.min_clients = min_clients
-        return super().describe(request, min_clients=min_clients)
+        return super().describe(request, min_clients=min_clients, without=without)
 
     def train(
         self,
