@@ -13,6 +13,7 @@ import typer
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.flags import OTHER_PANEL, SettingsGroup, overrides
+from headwater.common.system.stop_signals import is_interrupted
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
@@ -64,8 +65,10 @@ class CommandGroup(SettingsGroup):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            from headwater.common.system.console import show_fault
+            from headwater.common.system.console import show_error, show_fault
 
+            if is_interrupted():  # an import that it ended may fail differently when repeated
+                raise typer.Exit(show_error(KeyboardInterrupt())) from error
             raise typer.Exit(show_fault(error)) from error
 
 

@@ -111,6 +111,11 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def is_interrupted() -> bool:
+    """Return whether ``interrupt`` was called, also if another library lost the interrupt."""
+    return _Interrupts.was_requested
+
+
 def end_at_once() -> None:
     """End the process without any further step."""
     for restore in before_end:
