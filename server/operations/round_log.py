@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read rounds.jsonl as dictionaries; a last line that a crash cut off is skipped.
+    """Read rounds.jsonl as dictionaries; a line that a crash cut off is skipped.
 
     Of a long run without a last round it reads the file of the rows before, too.
     """
@@ -171,15 +172,25 @@ def _drop_rows_after(round_number: int, path: Path) -> None:
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            log.warning("%s: an incomplete line is skipped", path)
-    return rows
+    return list(rows_of(path)) if path.exists() else []
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a file's rows one by one; a line that a crash cut off or damaged is skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # also bytes that are no text, as a power failure leaves them
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("round"), int):
+                yield row
+            else:
+                log.warning("%s: an incomplete line is skipped", path)
 
 
 def _draw(folder: Path) -> None:

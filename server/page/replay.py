@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE
-from headwater.server.operations.round_log import ROUNDS
+from headwater.server.operations.round_log import ROUNDS, rows_of
 from headwater.server.page import device_tiles as tiles_of
 from headwater.server.page.device_points import RoundParts, parts_of
 from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
@@ -97,7 +96,7 @@ class FinishedRun:
 
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a folder's rounds.jsonl; a last line that a crash cut off is left out.
+    """Yield the lines of a folder's rounds.jsonl; a line that a crash cut off is left out.
 
     Of a long run without a last round those of the file before it come first.
 
@@ -113,12 +112,7 @@ def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    return
+        yield from rows_of(path)
     except FileNotFoundError:
         raise SettingsError(
             f"{path.parent} holds no {path.name}", remedy="name the folder of a run, its --out"

@@ -64,6 +64,16 @@ def test_a_line_cut_off_by_a_crash_is_skipped_and_written_again(tmp_path: Path) 
     assert [json.loads(line)["round"] for line in file.read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.parametrize("damage", [b"\xb9\x80\xff", bytes(40), b"[1, 2]", b'{"round": "x"}'])
+def test_a_damaged_line_is_skipped(tmp_path: Path, damage: bytes) -> None:
+    written(tmp_path, 2)
+    file = tmp_path / ROUNDS
+    first, second = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([first, damage, second, b""]))
+    opened(tmp_path, 2).ended()
+    assert [found["round"] for found in read_rows(tmp_path)] == [1, 2]
+
+
 def test_reopening_the_log_never_leaves_fewer_rows_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
