@@ -85,8 +85,11 @@ class BufferedRounds:
             Stopwatch(),
             StalenessRule(version=training.round, chosen=training.settings.asynchronous),
         )
-        if not self._has_begun and _has_checkpoint(training):  # or plans.json is of another run
-            self._plans_out.restore(version=training.round, counted=training.counted)
+        if not self._has_begun:
+            if _has_checkpoint(training):
+                self._plans_out.restore(version=training.round, counted=training.counted)
+            else:
+                self._plans_out.discard_other_run()
         self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
         before = fleet.traffic()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 
 from pydantic import ValidationError
 
@@ -71,6 +72,16 @@ class PlansOut:
                 self._path,
                 error,
             )
+
+    def discard_other_run(self) -> None:
+        """Delete the file that another run left in the folder, before this run's first checkpoint.
+
+        Else a server that is killed after that checkpoint would read it when it resumes. If it
+        cannot be deleted, ``add`` cannot write it either, and reports that.
+        """
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
 
     def add(self, plans: Mapping[str, Plan], *, version: int) -> bool:
         """Note plans before they are sent with the model ``version``, and drop those too stale.

@@ -275,6 +275,35 @@ def test_a_run_that_begins_ignores_the_plans_of_another_run_in_its_folder(tmp_pa
     assert [None if plan is None else plan.quota for plan in found] == [QUOTA, QUOTA, None]
 
 
+class KilledBeforePlans(Observer):
+    """The server's end after its first checkpoint, before its plans are written."""
+
+    def asked(self, _: object) -> None:
+        raise Stopped
+
+
+def test_a_run_killed_before_its_first_plans_resumes_without_those_of_another_run(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    settings = asynchronous(rounds=3, out=out)
+    other = Plan(round=1, run_seed=0, model_version=0, quota=QUOTA // 3, micro_batch_size=1)
+    PlansOut(settings).add({"d1": other}, version=0)
+    fleet = GridFleet(Link(tmp_path))
+    with pytest.raises(Stopped):
+        run(
+            Training(settings, run_id=RUN),
+            fleet,
+            on_round=lambda _: None,
+            observer=KilledBeforePlans(),
+            run_round=BufferedRounds(fleet, settings),
+        )
+    after = PlansOut(settings)
+    after.restore(version=0, counted={})
+    assert after.answered_by(report_of(other, "d1")) is None
+
+
 def test_plans_are_written_after_the_checkpoint_of_their_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / FILE).mkdir(parents=True)  # plans cannot be written there
