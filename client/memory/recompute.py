@@ -215,8 +215,10 @@ class RecomputedPass:
     def _error(why: str) -> TaskError:
         return TaskError(
             f"{why}, and its activations cannot be computed again",
-            remedy="remove that from the model, or give the device more memory: activation "
-            "checkpointing is on because not even one example fits without it",
+            remedy="call a model of transformers with use_cache=False, as a block adds to a cache "
+            "again in its second pass; otherwise remove that from the model, or give the device "
+            "more memory: activation checkpointing is on because not even one example fits "
+            "without it",
         )
 
 

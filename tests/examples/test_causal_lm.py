@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headwater.common.errors import EmptyDataset, MissingData, UnsupportedModel
+from headwater.client.memory.activation_checkpointing import switch_off, switch_on
+from headwater.common.errors import EmptyDataset, MissingData, TaskError, UnsupportedModel
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
@@ -48,6 +49,20 @@ def lm() -> Any:
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return import_module("transformers")
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
 def model_folder(lm: Any, path: Path, *, is_tied: bool = True, seed: int = 5) -> Path:
@@ -279,3 +294,82 @@ def test_the_hidden_state_is_that_of_the_adapted_model(lm: Any) -> None:
         tokens = torch.arange(5)[None]
         hidden, head = lm.hidden_and_head(model, tokens)
         assert torch.allclose(head(hidden), model(input_ids=tokens).logits, atol=1e-5)
+
+
+def test_a_cap_that_hardly_changes_small_logits_is_refused(
+    lm: Any, transformers: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    settings = transformers.Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=30.0)
+    transformers.Gemma2ForCausalLM(settings).save_pretrained(tmp_path)
+    lm.byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="changes its logits after the last layer"):
+        of_folder(lm, tmp_path).new_model()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["q_proj", "lm_head"]}, {"trainable_token_indices": [3, 5]}],
+    ids=["LoRA", "tokens of a tied layer"],
+)
+def test_an_adapter_of_the_last_layer_is_refused(
+    lm: Any, transformers: Any, options: dict[str, Any]
+) -> None:
+    is_tied = "target_modules" not in options
+    settings = transformers.LlamaConfig(**SMALL, tie_word_embeddings=is_tied)
+    base = transformers.LlamaForCausalLM(settings)
+    model = lm.get_peft_model(base, lm.LoraConfig(r=2, **options))
+    with pytest.raises(ValueError, match="the adapter out: take the last layer out"):
+        lm.hidden_and_head(model, torch.arange(4)[None])
+
+
+def test_a_learned_prompt_is_refused(lm: Any) -> None:
+    settings = import_module("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = lm.get_peft_model(lm.CausalLm().new_model(), settings)
+    with pytest.raises(ValueError, match="a learned prompt or prefix"):
+        lm.hidden_and_head(model, torch.arange(4)[None])
+
+
+def test_a_last_layer_of_modules_to_save_trains_as_with_the_model_s_own_logits(
+    lm: Any, transformers: Any
+) -> None:
+    torch.manual_seed(5)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    model = lm.get_peft_model(
+        base, lm.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    task = lm.CausalLm()
+    tokens, targets = task.collate(task.examples(["abc", "a longer text"]))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    found = torch.autograd.grad(
+        functional.cross_entropy(
+            model(input_ids=tokens, use_cache=False).logits.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=PADDING,
+            reduction="sum",
+        ),
+        trained,
+    )
+    task.loss_sum(model, (tokens, targets))[0].backward()
+    for parameter, expected in zip(trained, found, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_in_recomputed_blocks_is_an_error_whose_remedy_works(
+    lm: Any, transformers: Any
+) -> None:
+    settings = transformers.LlamaConfig(**SMALL, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(settings)
+    tokens = torch.arange(8)[None]
+    assert switch_on(model)
+    with pytest.raises(TaskError) as caught:
+        model(input_ids=tokens).logits.sum().backward()
+    assert "use_cache=False" in str(caught.value.remedy)
+    model.zero_grad()
+    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    found = model.lm_head.weight.grad.clone()
+    switch_off(model)
+    model.zero_grad()
+    model(input_ids=tokens).logits.sum().backward()
+    assert torch.equal(found, model.lm_head.weight.grad)
