@@ -101,7 +101,7 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
         "plan.precision": chosen.precision,
         "model.frozen_dtype": "bfloat16",
         "secure.aggregation": masks,
-        "secure.answer_factor": 10.0,
+        "secure.answer_factor": 4.0,
         "secure.phase_seconds": LIMIT_SECONDS,
     }
     with contextlib.ExitStack() as stack:
