@@ -90,7 +90,7 @@ class ExampleProbe:
     def fit(self, limit_bytes: Callable[[], int | None], *, cores: float) -> ProbeFit:
         """Measure sizes 1, 2, 4 and so on, until ``reason_to_stop`` or an allocation failure.
 
-        If the first pass of one example takes ``SLOW_SECONDS``, it is the only one.
+        If the first pass of one example takes ``SLOW_SECONDS``, no other is measured.
 
         ``cores`` is the process's long-term share: a cgroup lets short passes run at full speed and
         pauses the process later.
@@ -111,10 +111,10 @@ class ExampleProbe:
             peak_bytes = peak.peak_bytes()
             release_freed_memory()
             rest_bytes = resident_bytes()
-            if seconds < SLOW_SECONDS:
-                kept = float(kept_bytes(self._context, positions[:1]))
-            else:
-                kept = float(max(peak_bytes - rest_bytes, 1))
+            forward_begun = time.perf_counter()
+            kept = float(kept_bytes(self._context, positions[:1]))
+            # A first pass alone may have been slow for what it found cold.
+            if min(seconds, 3 * (time.perf_counter() - forward_begun)) >= SLOW_SECONDS:
                 points = (_point(1, _Times(first=[seconds], least=[seconds]), peak_bytes),)
                 stopped = f"it took {seconds:.1f} s"
         except MemoryError:

@@ -6,13 +6,15 @@ import json
 import math
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import MonotonicClock
@@ -289,7 +291,7 @@ def test_after_a_failing_example_the_gradients_are_still_slices_of_the_vector() 
     context.accumulator.check_views()
 
 
-def test_a_slow_example_passes_once_and_larger_sizes_are_not_tried(
+def test_a_slow_example_is_measured_once_and_larger_sizes_are_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("headwater.client.trainer.probe.PROBE_SECONDS", 0.0)
@@ -297,12 +299,28 @@ def test_a_slow_example_passes_once_and_larger_sizes_are_not_tried(
         monkeypatch.setattr(f"headwater.client.trainer.{module}.SLOW_SECONDS", 0.0)
     task = TwoLayers()
     found = probe(training_context(examples(8), task))
-    assert task.seen == [1]
+    assert task.seen == [1, 1]  # the second pass, forward alone, counts what is kept
     assert [point.size for point in found.points] == [1]
     assert found.speed.fastest_micro_batch_size == 1
     assert found.speed.seconds_per_example == found.points[0].seconds
     line = found.peaks.line
     assert line.base + line.each >= found.points[0].peak_bytes
+
+
+def test_a_first_pass_that_is_slow_for_once_does_not_make_the_example_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headwater.client.trainer.probe.SLOW_SECONDS", 1.5)
+    task = TwoLayers()
+
+    def loss_sum(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        if not task.seen:
+            time.sleep(1.5)  # as an import in it
+        return TwoLayers.loss_sum(task, model, batch)
+
+    task.loss_sum = loss_sum  # type: ignore[method-assign]
+    found = probe(training_context(examples(8), task))
+    assert [point.size for point in found.points][:2] == [1, 2]
 
 
 def test_running_out_of_memory_at_eight_examples_ends_the_probe_at_four() -> None:
