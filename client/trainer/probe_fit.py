@@ -21,7 +21,7 @@ SAFE_SHARE = 0.8
 # For the whole probe, though sizes 1 and 2 are measured even if that takes longer.
 PROBE_SECONDS = 2.0
 
-# A pass of one example that takes so long is measured alone. Sizes 1 and 2 would take seven times as
+# An example whose pass takes so long is measured alone. Sizes 1 and 2 would take seven times as
 # long, and gain little: dispatch alone takes so long only for about a million calls of operators.
 SLOW_SECONDS = 4.0
 
