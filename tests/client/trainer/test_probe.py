@@ -302,9 +302,9 @@ def test_a_slow_example_is_measured_once_and_larger_sizes_are_not_tried(
     assert task.seen == [1, 1]  # the second pass, forward alone, counts what is kept
     assert [point.size for point in found.points] == [1]
     assert found.speed.fastest_micro_batch_size == 1
-    assert found.speed.seconds_per_example == found.points[0].seconds
+    assert found.speed.seconds_per_example == pytest.approx(found.points[0].seconds)
     line = found.peaks.line
-    assert line.base + line.each >= found.points[0].peak_bytes
+    assert line.base + line.each >= 0.999 * found.points[0].peak_bytes
 
 
 def test_a_first_pass_that_is_slow_for_once_does_not_make_the_example_slow(
