@@ -152,6 +152,11 @@ def _checked(context: TrainingContext, room: _Room, passed: PassedExample | None
             for metric in sorted(zero)
         ),
     ]
+    if not any(one.weight for one in singles.sums.values()):
+        notes.append(
+            "no example that was compared has a weight, so nothing is learned from them: look at "
+            "what loss_sum counts (are all targets ignored?)"
+        )
     num_seen = len({*survey.seen, *singles.sums, *faults})
     return CheckReport(
         num_examples=len(examples),

@@ -92,6 +92,16 @@ def test_a_row_that_raises_is_reported_with_the_user_s_own_line() -> None:
     assert "cells = [float(cell)" in left_out
 
 
+def test_a_task_whose_first_examples_have_no_weight_is_noted() -> None:
+    class Ignored(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            return 0 * super().loss_sum(model, batch)[0], 0
+
+    for task, is_noted in ((Ignored(), True), (TwoLayers(), False)):
+        notes = check_task(training_context(task, examples(8))).notes
+        assert any("has a weight" in note for note in notes) == is_noted
+
+
 def test_a_mean_metric_is_named_with_its_remedy_though_it_is_zero_for_a_few_examples() -> None:
     with pytest.raises(TaskNotAdditive, match=r"the metric accuracy of .*: probably a mean") as one:
         checked(f"{PICTURES}:MeanAccuracy")
