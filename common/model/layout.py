@@ -132,7 +132,11 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
         elif is_trainable:  # a buffer that stays on the device has no place of its own
             local.append((name, tensor))
     if not sum(tensor.numel() for _, tensor in trainable):
-        raise UnsupportedModel("the model has no trainable parameter")
+        raise UnsupportedModel(
+            "the model has no trainable parameter",
+            remedy="return a model from new_model in which requires_grad is on for what should "
+            "train (peft: inference_mode=False)",
+        )
     frozen.sort(key=lambda item: (-item[1].element_size(), item[0]))
     return ModelLayout(trainable=_slots(trainable), frozen=_slots(frozen), local=_slots(local))
 

@@ -152,8 +152,9 @@ def test_a_lazy_layer_without_shape_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
 def test_a_model_without_a_trainable_parameter_is_refused(model: nn.Module) -> None:
-    with pytest.raises(UnsupportedModel, match="no trainable parameter"):
+    with pytest.raises(UnsupportedModel, match="no trainable parameter") as caught:
         ModelImage(model)
+    assert "requires_grad" in caught.value.remedy
 
 
 def normed(norm: nn.Module) -> nn.Module:
