@@ -41,7 +41,7 @@ class RoundDisplay(Observer):
     ) -> None:
         self._rounds = settings.num_rounds
         """The last round; None if there is none."""
-        self._num_awaited = settings.cohort.min_clients
+        self._num_awaited = settings.num_clients_needed
         # With data set weighting a weight is the size of the device's data, in no unit of its own.
         self._has_tokens = settings.cohort.weighting == "samples"
         self._clock = clock

@@ -157,6 +157,8 @@ def test_the_wait_of_each_part_of_a_round_is_named() -> None:
     clock.now = 40.0
     connecting = "round 1 of 200: waits for 3 devices to be connected, since 40 s"
     assert shown.wait_line() == connecting
+    masked = display(cohort={"min_clients": 2}, secure={"aggregation": "semi-honest"})
+    assert "waits for 3 devices to be connected" in masked.wait_line()
     shown.begun(1, {})
     assert shown.wait_line() == "round 1 of 200: plans the round since 0 s"
     asked = opened(*"abcdefgh")
