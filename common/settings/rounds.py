@@ -226,11 +226,7 @@ class SecureSettings(Branch):
     dropout: Probability = setting(
         0.1, "share of devices assumed to drop out, in cohorts above 64", on=""
     )
-    phase_seconds: Seconds = setting(
-        20.0,
-        "how long the server waits in each phase; longer for masked updates over slow links",
-        on="",
-    )
+    phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
     identity: File | None = setting(
         None, "file of this device's signing identity (active)", on=f"{DEVICE} identity"
     )

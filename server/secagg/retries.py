@@ -55,7 +55,6 @@ def sum_masked(
                 phase_seconds=phase_seconds,
                 refuse=refused.__setitem__,
                 evidence=evidence,
-                upload_rate=cohort.upload_rate,
             )
         except RoundAborted as aborted:
             reasons = evidence.at_fault(aborted)

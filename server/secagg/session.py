@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 PHASE_OF: dict[type[Request], Phase] = {phase.request: phase for phase in PHASES}
 
-MAX_UPLOAD_PHASES = 30
-
 Refuse = Callable[[str, HeadwaterError], None]
 
 
@@ -81,12 +79,6 @@ class ReadyCohort:
     def num_masked(self, num_values: int) -> int:
         """Return how many coordinates of a vector are masked."""
         return num_masked(None if self.coding is None else self.coding.terms, num_values)
-
-    @property
-    def upload_rate(self) -> float | None:
-        """The slowest measured upload of a client, in bytes per second; None if none is."""
-        rates = (one.vitals.upload_bytes_per_second for one in self.ready.values())
-        return min((rate for rate in rates if rate), default=None)
 
     def without(self, names: Iterable[str]) -> ReadyCohort:
         """Return the cohort without these clients."""
@@ -157,13 +149,11 @@ def run_session(
     phase_seconds: float,
     refuse: Refuse,
     evidence: Evidence,
-    upload_rate: float | None = None,
 ) -> UnmaskedSum:
     """Run a session through all phases; call ``refuse`` for each client that fails in one.
 
     ``bounds`` are the block bounds of a 16-bit encoding. ``evidence`` collects what later shows
-    which clients are at fault if the session is aborted. ``upload_rate`` is that of the slowest
-    link, in bytes per second: see ``masking_seconds``.
+    which clients are at fault if the session is aborted.
 
     Raises:
         TooFewSurvivors, DealerCheated, NoSuchGraph: the session is aborted.
@@ -171,11 +161,7 @@ def run_session(
     state: Any = open_session(setup)
     while not isinstance(state, UnmaskedSum):
         if requests := state.requests():
-            seconds = phase_seconds
-            if isinstance(state, MaskPhase):
-                num_bytes = state.total.vector_P.nbytes
-                seconds = masking_seconds(phase_seconds, num_bytes, upload_rate)
-            state = _exchange(state, requests, fleet, bounds, seconds, refuse, evidence)
+            state = _exchange(state, requests, fleet, bounds, phase_seconds, refuse, evidence)
         if isinstance(state, CheckPhase):
             evidence.add_complaints(state.complaints)
         if isinstance(state, KeysPhase | CheckPhase):
@@ -189,16 +175,6 @@ def run_session(
             else state.close()
         )
     return state
-
-
-def masking_seconds(phase_seconds: float, num_bytes: int, upload_rate: float | None) -> float:
-    """Return how long the phase waits in which each client uploads a vector of ``num_bytes``.
-
-    Twice the upload's seconds over the slowest link are added, as far as it is measured, and at
-    most MAX_UPLOAD_PHASES phases: the rate is a client's own claim.
-    """
-    upload_seconds = 0.0 if upload_rate is None else 2 * num_bytes / upload_rate
-    return phase_seconds + min(upload_seconds, MAX_UPLOAD_PHASES * phase_seconds)
 
 
 def _exchange(

@@ -21,7 +21,7 @@ from headwater.common.errors import (
     TooFewSurvivors,
     WrongShare,
 )
-from headwater.common.messages import ReadyReport, Vitals
+from headwater.common.messages import ReadyReport
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
     CheckReply,
@@ -62,13 +62,10 @@ class CastFleet:
 
     def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
         self.cast, self.lies = cast, lies
-        self.waits: dict[str, float] = {}
-        """How long each phase may take."""
 
     def converse(
-        self, phase: Phase, requests: Mapping[str, Request], **how: Any
+        self, phase: Phase, requests: Mapping[str, Request], **_: Any
     ) -> Iterator[Reply | Dropout]:
-        self.waits[phase.action] = how["timeout_seconds"]
         for name, request in requests.items():
             session = self.cast.parties[name].session
             try:
@@ -85,10 +82,7 @@ class CastFleet:
 class SessionResult:
     """The result of a round's sessions: sum or abort, refused and excluded devices."""
 
-    def __init__(
-        self, cast: Cast, lies: Mapping[str, Lie], *, rates: Mapping[str, float] | None = None
-    ) -> None:
-        self.fleet = CastFleet(cast, lies)
+    def __init__(self, cast: Cast, lies: Mapping[str, Lie]) -> None:
         self.refused: dict[str, HeadwaterError] = {}
         self.left_out: dict[str, str] = {}
         self.num_attempts = 0
@@ -101,8 +95,7 @@ class SessionResult:
             return replace(cast.setup, number=number, planned_weights=cohort.planned_weights)
 
         weights = cast.setup.planned_weights
-        links = {n: Vitals(upload_bytes_per_second=(rates or {}).get(n)) for n in weights}
-        ready = {n: ReadyReport(name=n, round=1, seconds=1.0, vitals=links[n]) for n in weights}
+        ready = {n: ReadyReport(name=n, round=1, seconds=1.0) for n in weights}
         try:
             self.opened = sum_masked(
                 ReadyCohort(
@@ -112,7 +105,7 @@ class SessionResult:
                     max_examples=1,
                     plan_digest=PLAN,
                 ),
-                self.fleet,  # type: ignore[arg-type] # it implements converse only
+                CastFleet(cast, lies),  # type: ignore[arg-type] # it implements converse only
                 set_up=set_up,
                 bounds=None,
                 phase_seconds=1.0,
@@ -249,22 +242,6 @@ def test_one_accuser_excludes_nobody(accused: str) -> None:
     assert isinstance(result.aborted, TooFewSurvivors)
     assert result.left_out == {}
     assert set(result.refused) == {LIAR}
-
-
-@pytest.mark.parametrize(
-    ("rate", "least", "most"),
-    [
-        pytest.param(8.0, 1.0 + 2 * 4 * 3 / 8.0, 31.0, id="a slow link"),  # of 3 values, and more
-        pytest.param(1e-3, 31.0, 31.0, id="a claim beyond belief"),
-    ],
-)
-def test_the_masked_update_has_the_time_that_the_slowest_link_needs(
-    rate: float, least: float, most: float
-) -> None:
-    result = SessionResult(Cast(5), {}, rates={"d001": rate, "d002": 1e9})
-    waits = result.fleet.waits
-    assert least <= waits.pop("masked_update") <= most
-    assert set(waits.values()) == {1.0}, "the other phases move few bytes"
 
 
 def test_a_vanished_device_is_not_excluded() -> None:
