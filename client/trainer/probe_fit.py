@@ -64,15 +64,17 @@ class ProbeFit:
         """The line through the seconds, and the size above which an example takes no less time.
 
         Seconds without interruptions define the line's shape; it is scaled by how much longer the
-        usual ones are in all, because other work slows the device. Of a slow pass the fastest size
-        is 1. It is unknown if it is the largest one measured, or if other work disturbs the
-        measurement: the planner then prefers larger sizes, which lose less if it is another one.
+        usual ones are in all, because other work slows the device. Of a slow example
+        the fastest size is 1. It is unknown if it is the largest one measured, or if other work
+        disturbs the measurement: the planner then prefers larger sizes, which lose less if it is
+        another one.
         """
         shape = fit_line([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)
         line = shape.times(usual / math.fsum(p.seconds for p in self.points))
         fastest = _fastest(self.points).size
-        is_known = self.points[0].seconds >= SLOW_SECONDS or (
+        is_slow = len(self.points) == 1 and self.points[0].seconds >= SLOW_SECONDS
+        is_known = is_slow or (
             fastest < self.points[-1].size
             and usual < DISTURBED * math.fsum(p.least_seconds for p in self.points)
         )
