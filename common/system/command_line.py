@@ -58,18 +58,25 @@ class CommandGroup(SettingsGroup):
         except (HeadwaterError, KeyboardInterrupt) as error:
             from headwater.common.system.console import show_error
 
-            if isinstance(error, KeyboardInterrupt) and not error.args and self.name == CLIENT:
-                is_run = ctx.invoked_subcommand is None  # it says itself if it has connected
-                error = KeyboardInterrupt("stopped before connecting" if is_run else "stopped")
+            if isinstance(error, KeyboardInterrupt) and not error.args:
+                error = self._stopped(ctx)
             raise typer.Exit(show_error(error)) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             from headwater.common.system.console import show_error, show_fault
 
-            if is_interrupted():  # an import that it ended may fail differently when repeated
-                raise typer.Exit(show_error(KeyboardInterrupt())) from error
+            # An import that Ctrl-C ended may lose it, and fails when it is repeated.
+            if isinstance(error, ImportError) and is_interrupted():
+                raise typer.Exit(show_error(self._stopped(ctx))) from error
             raise typer.Exit(show_fault(error)) from error
+
+    def _stopped(self, ctx: click.Context) -> KeyboardInterrupt:
+        """Return the interrupt to show; the default text is of rounds, which a client has not."""
+        if self.name != CLIENT:
+            return KeyboardInterrupt()
+        is_run = ctx.invoked_subcommand is None  # it says itself if it has connected
+        return KeyboardInterrupt("stopped before connecting" if is_run else "stopped")
 
 
 def new_app(name: str) -> typer.Typer:
