@@ -188,6 +188,7 @@ def hidden_and_head(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, nn.Lin
             without it, and it would train on no gradient.
     """
     whole: Any = model
+    why = ""
     if isinstance(model, PeftModel):
         if model.active_peft_config.is_prompt_learning:
             raise ValueError(
@@ -195,12 +196,15 @@ def hidden_and_head(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, nn.Lin
                 "of your own, which calls the whole model"
             )
         whole = model.get_base_model()
+        why = (
+            ", whose weight leaves the adapter out: take the last layer out of target_modules "
+            "(modules_to_save trains it whole), or"
+        )
     head = whole.get_output_embeddings()
     if not isinstance(head, (nn.Linear, ModulesToSaveWrapper)):
         raise ValueError(
             f"expected nn.Linear as the last layer, found {type(head).__name__} of "
-            f"{type(head).__module__}, whose weight leaves the adapter out: take the last layer "
-            "out of target_modules (modules_to_save trains it whole), or write your own loss_sum"
+            f"{type(head).__module__}{why or ':'} write your own loss_sum"
         )
     body = getattr(whole, whole.base_model_prefix)
     hidden_BTD = body(input_ids=tokens_BT, use_cache=False).last_hidden_state
