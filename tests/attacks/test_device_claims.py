@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headwater.common.transport.wire_pb2 import Instruction, Leave
+from headwater.server.flower import registration
 from headwater.server.transport.device_records import MAX_REASON_CHARACTERS
 from tests.attacks.raw import (
     NUM_EXAMPLES,
@@ -193,7 +194,11 @@ def test_a_claimed_dataset_size_is_capped_at_a_thousand_medians() -> None:
     asyncio.run(play())
 
 
-def test_a_device_that_never_describes_itself_does_not_delay_the_round(model: bytes) -> None:
+def test_a_device_that_never_describes_itself_delays_the_first_round_by_seconds_alone(
+    model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "PATIENCE_SECONDS", 0.5)
+
     async def play() -> None:
         async with cohort("silent", "honest") as (run, silent, honest):
             await honest.describe()

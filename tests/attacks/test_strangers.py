@@ -22,6 +22,7 @@ from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.flower import registration
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
 from headwater.server.transport.rate_limit import BURST, FRAMES
@@ -401,7 +402,11 @@ STALLS: tuple[Callable[[RawDevice], Awaitable[None]], ...] = (
 
 
 @pytest.mark.slow
-def test_stalled_devices_cannot_stop_a_round_with_a_deadline() -> None:
+def test_stalled_devices_cannot_stop_a_round_with_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "PATIENCE_SECONDS", 1.0)
+
     async def play() -> None:
         names = [stall.__name__ for stall in STALLS]
         how: dict[str, Any] = {"deadline": 2.0, "rounds": 2}
