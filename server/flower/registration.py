@@ -116,7 +116,8 @@ class Registration:
         """Say what a round waits for that may not begin."""
         number = self._num_clients(without)
         if number < min_clients:
-            more = f", without {len(without)} that sit out" if without else ""
+            num_without = len(self.clients().keys() & set(without))
+            more = f", without {num_without} that sit out" if num_without else ""
             return f"waiting: {number} of {counted(min_clients, 'client')} joined{more}"
         if names := self.branches.awaited():
             return f"waiting for the list of devices of {', '.join(names)}"

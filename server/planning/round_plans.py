@@ -129,20 +129,20 @@ class RoundPlanner:
         if names:
             log.warning(
                 "round %d: %s left out until the model changes (%s), as they masked most of their "
-                "examples at this model, in a session that failed or in another run: a smaller "
-                "quota lets a client mask twice",
+                "examples at this model, in a session that failed: a smaller quota lets a client "
+                "mask twice",
                 round_number,
                 counted(len(names), "client"),
                 ", ".join(sorted(names, key=natural)[:MAX_NAMES]),
             )
 
     def sitting_out(self, *, round_number: int) -> set[str]:
-        """Return the clients that ``sit_out`` leaves out of this round."""
-        return {
-            name
-            for name, one in self.excluded.items()
-            if one.is_for_model and one.through_round == round_number
-        }
+        """Return the clients that are excluded from this round, if some of them sit it out.
+
+        A round that was aborted then waits for as many others as it needs.
+        """
+        excluded = {n: one for n, one in self.excluded.items() if round_number <= one.through_round}
+        return set(excluded) if any(one.is_for_model for one in excluded.values()) else set()
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
         """Return the request for a client's description of itself, when it joins or is left out."""

@@ -50,6 +50,8 @@ class MaskedRounds:
     image: SentModel
     has_narrowed: bool = False
     """Whether the sums of the last round told more about which client masks false numbers."""
+    version_tried: int | None = None
+    """The last model at which clients were ready to mask in this run."""
     publish: Callable[[], None] = lambda: None
     """Called when a session's number is stored, before it is used."""
     seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
@@ -20,6 +20,7 @@ from headwater.common.errors import (
 )
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
+from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
@@ -194,11 +195,11 @@ def finish_round(
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
-    training.planner.sit_out(
-        masked_before(opened, version=training.round), round_number=training.round + 1
-    )
+    sitting_out = masked_before(opened, version=training.round)
+    training.planner.sit_out(sitting_out, round_number=training.round + 1)
     try:
         _raise_common_fault(opened)
+        _note_masked(training, opened, sitting_out)
         done = training.close_round(opened, fleet)
     finally:
         observer.closed(opened)
@@ -297,6 +298,25 @@ def masked_before(opened: OpenRound, *, version: int) -> list[str]:
         and name in opened.plans
         and opened.plans[name].model_version == version
     ]
+
+
+def _note_masked(training: Training, opened: OpenRound, refusing: Sequence[str]) -> None:
+    """Note that clients were ready to mask at this model, or that none ever will be.
+
+    Raises:
+        UpdateAlreadyMasked: all refuse, and no session of this run was the reason.
+    """
+    if opened.ready:
+        training.masked.version_tried = training.round
+        return
+    is_tried = training.masked.version_tried == training.round
+    if refusing and len(refusing) == len(opened.plans) and not is_tried:
+        raise UpdateAlreadyMasked(
+            f"round {training.round + 1}: {counted(len(refusing), 'client')} masked most of their "
+            "examples at this model before this run began",
+            remedy="go on with the run that they were in (--resume), take another --seed, or ask "
+            "for fewer examples",
+        )
 
 
 def _raise_common_fault(opened: OpenRound) -> None:

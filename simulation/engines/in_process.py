@@ -95,6 +95,8 @@ class LocalFleet:
     ) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
 
+        No device is ``without``: a simulated one keeps no record of what it masked.
+
         Raises:
             SettingsError: MAX_LOOKS looks for the same round found too few.
             HeadwaterError: too few are left, because devices could not describe themselves.
@@ -102,7 +104,7 @@ class LocalFleet:
         number, roster = self._last_round + 1, self._roster
         for look in range(MAX_LOOKS):
             roster.look(request, round_number=number, look=look)
-            if roster.has(min_clients + len(without)):
+            if roster.has(min_clients):
                 roster.log_refusals()
                 return roster.clients()
             if (error := roster.take_error()) is not None:

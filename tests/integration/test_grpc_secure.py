@@ -264,6 +264,24 @@ def test_a_server_killed_in_mid_session_opens_another_and_no_example_is_masked_t
     assert set(offsets) <= {3 * SHARE, 4 * SHARE}
 
 
+def test_a_run_whose_devices_masked_their_examples_at_its_first_model_ends_and_says_why(
+    tmp_path: Path,
+) -> None:
+    """The same command again, into another folder: its first model is that of the run before."""
+    task = write_orders_task(tmp_path)
+    (tmp_path / "open-1").touch()
+    work = ("--accumulation-steps", 75, "--micro-batch-size", 8)  # 600 of a device's 1,000 examples
+    settings = ("--rounds", 1, *work, *SEMI_HONEST)
+    with Processes(tmp_path) as processes:
+        run(processes, *settings, task=task, flags=[SEMI_HONEST] * 3)
+        out = ("--out", tmp_path / "again", "--min-clients", 3)
+        again = processes.server(*settings, *out, task=task)
+        start_clients(processes, port_of(again), [SEMI_HONEST] * 3, task=task)
+        assert again.wait() == 1
+        assert "UpdateAlreadyMasked: round 1: 3 clients masked most of" in again.text()
+        assert "take another --seed" in again.text()
+
+
 def test_a_round_goes_on_with_others_when_its_devices_masked_all_they_give_at_its_model(
     tmp_path: Path,
 ) -> None:

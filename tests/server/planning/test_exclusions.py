@@ -10,6 +10,7 @@ from headwater.server.planning.exclusions import (
     excluded_in,
     from_json,
     owners_reasons,
+    sit_out,
     to_json,
     without_owners,
 )
@@ -22,6 +23,15 @@ def test_a_client_is_excluded_for_ten_rounds_and_for_twice_as_many_each_further_
     assert excluded_in(once, ["a", "b"], round_number=6 + FIRST_ROUNDS) == {}
     twice = exclude(once, {"a": "it lied"}, round_number=30)
     assert twice["a"].through_round == 30 + 2 * FIRST_ROUNDS
+
+
+def test_a_client_that_sits_out_is_back_in_the_next_round_and_at_no_fault() -> None:
+    known = exclude({}, {"a": "it lied"}, round_number=1)
+    known = sit_out(known, ["a", "b"], round_number=20)
+    assert set(excluded_in(known, ["a", "b", "c"], round_number=20)) == {"a", "b"}
+    assert excluded_in(known, ["a", "b"], round_number=21) == {}
+    assert {name: one.times for name, one in known.items()} == {"a": 1, "b": 0}
+    assert from_json(to_json(known)) == known
 
 
 def test_exclusions_come_back_from_the_checkpoint_as_they_were() -> None:

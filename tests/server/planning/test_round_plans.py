@@ -54,6 +54,15 @@ def asked(plan: Plan) -> tuple[int, int]:
     return plan.quota, plan.micro_batch_size
 
 
+def test_all_that_are_excluded_are_without_part_in_a_round_that_some_sit_out() -> None:
+    made = planning(settings())
+    made.exclude({"liar": "it lied"}, round_number=2)
+    assert made.sitting_out(round_number=3) == set()
+    made.sit_out(["masked"], round_number=3)
+    assert made.sitting_out(round_number=3) == {"liar", "masked"}
+    assert made.sitting_out(round_number=4) == set()
+
+
 def test_with_k_set_a_client_s_work_is_the_same_until_its_memory_changes() -> None:
     chosen = settings(accumulation_steps=2, micro_batch_size=50)
     made = planning(chosen)
