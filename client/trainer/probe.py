@@ -90,7 +90,7 @@ class ExampleProbe:
     def fit(self, limit_bytes: Callable[[], int | None], *, cores: float) -> ProbeFit:
         """Measure sizes 1, 2, 4 and so on, until ``reason_to_stop`` or an allocation failure.
 
-        If the first pass of one example takes ``SLOW_SECONDS``, no other is measured.
+        If one example's pass takes ``SLOW_SECONDS``, no larger size is measured.
 
         ``cores`` is the process's long-term share: a cgroup lets short passes run at full speed and
         pauses the process later.

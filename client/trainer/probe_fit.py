@@ -64,10 +64,9 @@ class ProbeFit:
         """The line through the seconds, and the size above which an example takes no less time.
 
         Seconds without interruptions define the line's shape; it is scaled by how much longer the
-        usual ones are in all, because other work slows the device. Of a slow example
-        the fastest size is 1. It is unknown if it is the largest one measured, or if other work
-        disturbs the measurement: the planner then prefers larger sizes, which lose less if it is
-        another one.
+        usual ones are in all, because other work slows the device. Of a slow example the fastest
+        size is 1. Else it is unknown if it is the largest one measured, or if other work disturbs
+        the measurement: the planner then prefers larger sizes, which lose less if it is another.
         """
         shape = fit_line([(p.size, p.seconds, 1.0) for p in self.points])
         usual = math.fsum(p.usual_seconds for p in self.points)

@@ -33,8 +33,6 @@ from headwater.common.model.parameters import ModelImage
 SERVER_NODE_ID = 1
 CLIENT_APP_FAILED = ErrorCode.UNKNOWN
 """The code of a reply that Flower makes when a ClientApp raises an exception."""
-# A device that does not describe itself within this time is late.
-SILENT_SECONDS = 300.0
 
 
 class HeadwaterGrid(Grid):

@@ -30,7 +30,7 @@ from headwater.common.errors import (
     LateUpdate,
 )
 from headwater.common.flower import records
-from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid
+from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.wording import counted
@@ -40,7 +40,9 @@ from headwater.server.refused_devices import RefusedDevices
 log = logging.getLogger(__name__)
 
 DESCRIBE, FROZEN = "query.describe", "query.frozen"
-# A device that receives the frozen part more slowly is late.
+# A device that does not describe itself within this time is late.
+SILENT_SECONDS = 300.0
+# So is one that receives the frozen part more slowly than this.
 LEAST_BYTES_PER_SECOND = 32 << 10
 # The first round waits so long for newcomers, even if enough clients have joined.
 PATIENCE_SECONDS = 10.0

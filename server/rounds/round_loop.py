@@ -195,7 +195,7 @@ def finish_round(
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
-    sitting_out = masked_before(opened, version=training.round)
+    sitting_out = _masked_before(opened, version=training.round)
     training.planner.sit_out(sitting_out, round_number=training.round + 1)
     try:
         _raise_common_fault(opened)
@@ -289,7 +289,7 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
     watch.split["fold"] = fold_seconds
 
 
-def masked_before(opened: OpenRound, *, version: int) -> list[str]:
+def _masked_before(opened: OpenRound, *, version: int) -> list[str]:
     """Return the clients that refuse further plans at this model, as they masked too much at it."""
     return [
         name

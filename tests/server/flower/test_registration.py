@@ -15,9 +15,9 @@ from flwr.supercore.run import Run
 
 from headwater.common.errors import HeadwaterError, TaskFailed
 from headwater.common.flower import records
-from headwater.common.flower.grid import SILENT_SECONDS, HeadwaterGrid, ensure_message_id
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
 from headwater.common.messages import DescribeRequest, DeviceReport
-from headwater.server.flower.registration import PATIENCE_SECONDS, Registration
+from headwater.server.flower.registration import PATIENCE_SECONDS, SILENT_SECONDS, Registration
 
 REQUEST = DescribeRequest(run_seed=0, wants_speed=True, layout_digest="same", num_parameters=1)
 LEFT_OUT = REQUEST.model_copy(update={"left_out": "one example takes 3.1 s of its 2.0 s"})
