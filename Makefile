@@ -8,7 +8,7 @@ MYPY_FOR = $(VENV)/bin/mypy --platform $(1) --cache-dir .mypy_cache/$(1) headwat
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 # A CPU build of torch; the default index would bring gigabytes of CUDA on amd64.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.6,<2.11' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
+TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
 .PHONY: demo test test-slow lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 

@@ -156,7 +156,7 @@ install_client() {
 check_machine() {
     machine=$(uname -m)
     case $machine in
-        aarch64) torch='torch>=2.6,<2.11' ;;
+        aarch64) torch='torch>=2.7,<2.10' ;;
         x86_64) torch='torch>=2.6,<2.14' ;;
         *) fail NoSuchMachine "PyTorch has no build for $machine" "use a 64-bit system" ;;
     esac
@@ -299,11 +299,38 @@ PYTHON
 check_release() {
     release_python -m pip check >/dev/null ||
         fail BadRelease "the packages do not fit together" "report it, with pip's message above"
-    release_python -c \
-        'import cryptography, flwr.clientapp, grpc, torch; torch.ones(2, requires_grad=True).sum().backward()' ||
-        fail BadRelease "the packages do not run on this machine" "report it, with the message above"
+    status=0
+    release_python - <<'PYTHON' || status=$?
+import cryptography, flwr.clientapp, grpc, torch
+
+# Two threads, as some builds have instructions that only their threaded matrix product uses.
+torch.set_num_threads(2)
+net = torch.nn.Sequential(
+    torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(7200, 256)
+)
+net(torch.randn(64, 1, 32, 32)).square().mean().backward()
+PYTHON
+    [ "$status" -eq 0 ] || explain_status "$status"
     "$release/venv/bin/headwater-client" --help >/dev/null ||
         fail BadRelease "headwater-client does not start" "report it, with the message above"
+}
+
+# explain_status STATUS: 128 and a number stand for a signal that ended the test.
+explain_status() {
+    case $1 in
+        132)
+            reason="this processor lacks an instruction that torch uses (SIGILL, exit 132)"
+            if [ "$wants_any_torch" = yes ]; then
+                fail BadProcessor "$reason" "leave --any-torch out: deploy/torch.txt has the torch that was tried"
+            fi
+            fail BadProcessor "$reason" "docs/install.md lists the boards that were tried; report yours, with what lscpu prints"
+            ;;
+        137)
+            fail NoMemory "the kernel ended the test, most likely for want of memory (SIGKILL, exit 137)" \
+                "stop other programs or add swap; the test needs about 500 MB"
+            ;;
+    esac
+    fail BadRelease "the packages do not run on this machine (exit $1)" "report it, with the message above"
 }
 
 use_release() {

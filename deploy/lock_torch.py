@@ -14,7 +14,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "torch.txt"
 HEAD = "# CPU builds of torch; written by `make hashes`.\n"
-ARM = ("torch==2.10.0", "platform_machine == 'aarch64'")
+ARM = ("torch==2.9.1", "platform_machine == 'aarch64'")
 AMD = ("torch==2.13.0+cpu", "platform_machine == 'x86_64'")
 
 

@@ -6,6 +6,10 @@ its ``FROM debian``:
     debootstrap --variant=minbase bookworm TREE
     python tests/deploy/run_dockerfile.py TREE --arg PIP_FIND_LINKS=/opt/wheels --bind /opt/wheels
 
+A TREE of arm64 (debootstrap --arch=arm64) runs under qemu-user and binfmt_misc as a Cortex-A53, the
+Raspberry Pi 3's, and the two rounds are repeated on a Cortex-A72 (Raspberry Pi 4): the default
+processor of qemu has instructions that these boards lack.
+
 Every stage is an overlay over the one that it is FROM, so TREE stays clean. Steps are read as
 Docker reads them (docs.docker.com/reference/dockerfile); one that is not known here is an error. At
 the end each target starts with its root read-only, as its user, in its working folder, with its CMD
@@ -32,6 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TARGETS = ("server", "client")
+BOARDS = ("cortex-a53", "cortex-a72")
 UNKNOWN_TO_A_TREE = {"EXPOSE", "STOPSIGNAL", "VOLUME"}
 
 TASK = "examples/synthetic.py:Synthetic"
@@ -79,7 +84,7 @@ class Engine:
         binds: list[Path],
     ) -> None:
         self._tree, self._room, self._args, self._binds = tree, room, args, binds
-        self._environment = environment
+        self.environment = environment  # of every step
         self._mounted: list[Path] = []
         self.stages: dict[str, Stage] = {}
 
@@ -192,7 +197,7 @@ class Engine:
             setup += [f"mount -o remount,bind,ro {root}"]
         inside = f"cd {shlex.quote(stage.workdir)} && exec {shlex.join(command)}"
         known = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        environment = {**known, **self._environment, **stage.environment}
+        environment = {**known, **self.environment, **stage.environment}
         given = shlex.join(f"{name}={value}" for name, value in environment.items())
         outer = f"exec chroot --userspec={user} {root} /usr/bin/env -i {given}"
         setup += [f"{outer} /bin/sh -c {shlex.quote(inside)}"]
@@ -267,11 +272,14 @@ def main() -> None:
     if os.geteuid() != 0:
         sys.exit("this mounts and changes root: run it as root")
     room = Path(tempfile.mkdtemp(prefix="dockerfile-"))
+    loader = "ld-linux-aarch64.so.1"
+    is_arm = any((chosen.tree / folder / loader).exists() for folder in ("lib", "usr/lib"))
+    boards = BOARDS if is_arm else ()
     engine = Engine(
         chosen.tree.resolve(),
         room,
         args=_pairs(chosen.arg),
-        environment=_pairs(chosen.env),
+        environment={**_pairs(chosen.env), **({"QEMU_CPU": boards[0]} if boards else {})},
         binds=chosen.bind,
     )
     try:
@@ -279,6 +287,9 @@ def main() -> None:
         for name in TARGETS:
             try_out(engine, name)
         train_together(engine)
+        for board in boards[1:]:
+            engine.environment["QEMU_CPU"] = board
+            train_together(engine)
         for name, stage in engine.stages.items():
             size = sum(file.lstat().st_size for file in stage.layers[0].rglob("*"))
             print(f"{name}: {size / 1e6:.0f} MB on top")

@@ -78,10 +78,56 @@ def test_the_installer_asks_for_a_torch_that_was_tried_and_that_the_project_allo
     for line in re.findall(r"^torch==.*", (DEPLOY / "torch.txt").read_text(), flags=re.M):
         pinned = Requirement(line.rstrip("\\"))
         (version,) = pinned.specifier
-        machine = "aarch64" if "aarch64" in line else "x86_64"
-        bounds = f"torch>=2.6,<2.{11 if machine == 'aarch64' else 14}"
+        bounds = "torch>=2.7,<2.10" if "aarch64" in line else "torch>=2.6,<2.14"
         assert bounds in tried
         assert Requirement(bounds).specifier.contains(version.version)
+
+
+def test_arm64_gets_a_torch_for_processors_without_lse_atomics() -> None:
+    """torch 2.10 is the first whose arm64 build has them, and dies on a Raspberry Pi 3 or 4."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = (line for line in project["dependencies"] if re.match(r"torch.*== 'aarch64'", line))
+    assert not Requirement(line).specifier.contains("2.10.0")
+    assert Requirement(line).specifier.contains("2.9.1")
+
+
+def self_test(room: Path, python: str, **settings: str) -> str:
+    """Run the installer's test of a release whose Python is this script; return what it says."""
+    (room / "venv" / "bin").mkdir(parents=True)
+    (room / "venv" / "bin" / "python").write_text(f"#!/bin/sh\n{python}\n")
+    (room / "venv" / "bin" / "python").chmod(0o755)
+    given = "\n".join(f"{name}={value}" for name, value in {"release": room, **settings}.items())
+    script = SCRIPT.read_text().replace('\nmain "$@"', f"\n{given}\ncheck_release")
+    found = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    return found.stderr
+
+
+ILL = '[ "$2" = -m ] || kill -ILL $$'  # pip check passes
+
+
+def test_an_illegal_instruction_in_the_installer_s_test_is_named_with_its_remedy(
+    tmp_path: Path,
+) -> None:
+    own = self_test(tmp_path / "own", ILL, wants_any_torch="no")
+    assert "BadProcessor: this processor lacks an instruction" in own
+    assert "lscpu" in own
+    other = self_test(tmp_path / "other", ILL, wants_any_torch="yes")
+    assert "remedy: leave --any-torch out" in other
+
+
+def test_a_killed_test_of_the_installer_is_named_as_want_of_memory(tmp_path: Path) -> None:
+    assert "NoMemory: " in self_test(tmp_path, '[ "$2" = -m ] || kill -KILL $$')
+
+
+def test_the_installer_s_test_trains_with_two_threads(tmp_path: Path) -> None:
+    """Some builds of torch have instructions that only their threaded matrix product uses."""
+    spoken = self_test(tmp_path, '[ "$2" = -m ] || { cat >&2; exit 3; }')
+    assert "torch.set_num_threads(2)\n" in spoken
+    assert ".backward()\n" in spoken
+    assert "BadRelease" in spoken
 
 
 HASHED = ("requirements.txt", "requirements-examples.txt", "torch.txt")
