@@ -185,6 +185,15 @@ class Plan(WireMessage):
         """Whether the model moves on the device within the round, even if in one step only."""
         return self.local is not None or self.local_steps > 1
 
+    def quota_of(self, num_owned: int) -> int:
+        """Return the quota of a device that owns so many examples.
+
+        An exact sum uses no example twice, so that the cohort's step is that of one large batch;
+        only local steps pass over a device's examples again.
+        """
+        is_exact = not self.takes_local_steps or self.is_private_by_example
+        return min(self.quota, num_owned) if is_exact else self.quota
+
     def local_step(self, number: int) -> tuple[int, int]:
         """Return where a local step, from 0, begins and ends in the window.
 

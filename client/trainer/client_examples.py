@@ -111,10 +111,10 @@ class ClientExamples:
             CountOutOfRange: the plan asks for more examples than a device can list.
         """
         examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
-        quota, num_more = plan.quota, plan.max_examples - plan.quota
-        if plan.is_private_by_example:  # each example counts once in a window, at most
-            quota, num_more = min(quota, len(examples)), 0
-        if plan.quota > max(len(examples), MAX_REPEATED):
+        quota = plan.quota_of(len(examples))
+        # With each example clipped by itself, the quota bounds what a round may spend.
+        num_more = 0 if plan.is_private_by_example else plan.max_examples - plan.quota
+        if quota > max(len(examples), MAX_REPEATED):
             raise CountOutOfRange(
                 f"{identity.name}, round {plan.round}: the plan asks for {plan.quota:,} examples, "
                 f"and the device has {len(examples):,}; with repetitions it gives at most "

@@ -3,8 +3,9 @@
 A client goes through its examples in the order permutation(run seed, epoch, name), and each epoch
 uses every example once. A window that reaches the end of its epoch goes on in the next one, and
 skips the examples that it already has; these come first in the following window. So a window has no
-example twice, unless it is longer than the data: then it is one pass over all examples after
-another, and the numbers of times that it has two examples differ by at most one.
+example twice, unless it is longer than the data, which only that of local steps may be
+(``Plan.quota_of``): then it is one pass over all examples after another, and the numbers of times
+that it has two examples differ by at most one.
 
 The position after a window is pending until the server reports that the round was committed with
 this client's update. A round that was aborted or repeated therefore gets the same examples.

@@ -52,7 +52,8 @@ def _of_quota(assignment: Assignment, local: LocalRound | None) -> str:
             f"{counted(local.epochs, 'epoch')} of its {counted(estimate.num_examples, 'example')}"
         )
     if steps is not None:
-        return f"K set to {steps}"
+        is_short = local is None and quota < steps * size and quota == estimate.num_examples
+        return f"K set to {steps}" + (f", all its {counted(quota, 'example')}" if is_short else "")
     if quota == estimate.num_examples:
         return f"all its {counted(quota, 'example')}"
     if quota == MAX_STEPS * size:

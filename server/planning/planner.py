@@ -163,11 +163,11 @@ def assign(
 
     ``exceptions`` says why a client is invited for one example although it is too slow.
 
-    With ``accumulation_steps`` set, each gets K micro-batches of the same size, also if it owns
-    fewer examples. Otherwise quotas are by equal finish, and their sum is ``target`` examples if
-    the clients' bounds and the deadline allow it; no client gets more than it owns, or, with
-    ``local`` training, more than ``LocalRound.most``. Clients for which everything that enters a
-    plan is the same share one assignment.
+    With ``accumulation_steps`` set, each gets K micro-batches of the same size, or all examples
+    that it owns if these are fewer. Otherwise quotas are by equal finish, and their sum is
+    ``target`` examples if the clients' bounds and the deadline allow it; no client gets more than
+    it owns, or, with ``local`` training, more than ``LocalRound.most``. Clients for which
+    everything that enters a plan is the same share one assignment.
     """
     if not names:
         return {}
@@ -212,7 +212,7 @@ def assign(
 def _set_quotas(each: Ints, known: EstimateColumns, local: LocalRound | None) -> Ints:
     """Return the quotas where K is set: ``each`` for one sum, or for each local step."""
     if local is None:
-        return each
+        return np.minimum(each, known.num_examples)
     return local.steps * each if local.epochs is None else local.most(known.num_examples)
 
 

@@ -87,6 +87,8 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
             dropouts.append(Dropout(name=one.name, error=error))
     if simulated:
         parts.append(_columns_of(simulated))
+        rounds = _ints(one.client.plan.counted_round or NO_ROUND for one in simulated)
+        devices.positions.settle(parts[-1].parts, rounds)
     columns = RoundColumns.joined(parts)
     if len(columns):
         round_number = clients[0].plan.round
@@ -151,7 +153,7 @@ def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Wind
     plan = client.plan
     return window(
         devices.positions[client.part].settle(plan.counted_round).place,
-        quota=plan.quota,
+        quota=plan.quota_of(num_examples),
         num_more=plan.max_examples - plan.quota,
         run_seed=plan.run_seed,
         name=client.name,
@@ -163,18 +165,20 @@ def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Wind
 
 
 def _is_steady(devices: Devices, parts: Ints, plans: PlanColumns) -> NDArray[np.bool_]:
-    """Return which devices have a constant speed, and memory for the planned micro-batches."""
+    """Return which devices have a constant speed, memory for the micro-batches, and the quota."""
     nobody = np.zeros(len(parts), dtype=np.bool_)
     if devices.has_slow_links or not len(parts):
         return nobody
     hardware, first = devices.hardware_columns, plans.plans[0]
     try:
         hardware.load(parts, held_bytes=_held_bytes(devices, first))
-        devices.num_training_examples(parts, first)
+        owned = devices.num_training_examples(parts, first)
     except HeadwaterError:  # found again for the device whose examples cannot be opened
         return nobody
     is_steady: NDArray[np.bool_] = hardware.is_steady[parts]
     is_steady &= hardware.fitting[parts] >= plans.ints(SIZE)
+    if not first.takes_local_steps:  # see ``Plan.quota_of``; the planner plans for no more
+        is_steady &= plans.ints(QUOTA) <= owned
     return is_steady & (_num_steps(plans) <= MAX_STEPS)
 
 

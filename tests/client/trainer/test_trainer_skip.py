@@ -48,11 +48,13 @@ def test_the_sampler_moves_past_a_window_without_usable_examples(tmp_path: Path)
     assert update.report.num_examples == len(permutation(0, 0, "device", 8)[4:])
 
 
-def test_a_plan_for_more_examples_than_a_device_can_list_is_refused(tmp_path: Path) -> None:
+def test_a_plan_for_more_local_steps_than_a_device_can_list_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "half_bad.py"
     file.write_text(TASK)
     trainer = Trainer(f"{file}:HalfBad", replace_batch_norm=False, check_task=False)
     identity = Identity(name="device", data=None, part=0, num_parts=1)
-    plan = Plan(round=1, run_seed=0, model_version=0, quota=2**40, micro_batch_size=2**31)
+    plan = Plan(
+        round=1, run_seed=0, model_version=0, quota=2**40, micro_batch_size=2**31, local_steps=2
+    )
     with pytest.raises(CountOutOfRange, match="1,099,511,627,776 examples, and the device has 8"):
         trainer.train(identity, ThisMachine(), plan, SamplerState())

@@ -148,15 +148,17 @@ def test_a_turn_long_before_the_end_is_a_reason() -> None:
     assert "turn" not in reasons.of_plan(assigned["0"])
 
 
-def test_a_set_k_is_the_same_for_all_whatever_they_own() -> None:
+def test_a_set_k_is_the_same_for_all_but_those_that_own_fewer_examples() -> None:
     devices = [device("rich", 1000), device("poor", 5)]
     assigned = assign(devices, plan(accumulation_steps=3, micro_batch_size=4), target=512)
     assert [(a.quota, a.micro_batch_size, a.time_share) for a in assigned.values()] == [
         (12, 4, None),
-        (12, 4, None),
+        (5, 4, None),
     ]
-    said = {reasons.of_plan(work) for work in assigned.values()}
-    assert said == {"K set to 3; micro-batch as set"}
+    assert [reasons.of_plan(work) for work in assigned.values()] == [
+        "K set to 3; micro-batch as set",
+        "K set to 3, all its 5 examples; micro-batch as set",
+    ]
 
 
 def test_devices_with_few_examples_give_them_all_and_others_the_rest() -> None:
