@@ -7,6 +7,7 @@ examples can be compared only if both see the same values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.common.data.batches import UnsupportedBatch, batch_of, dataset_tensors, split_batch
+from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.task import Examples, Task
 
 
@@ -84,24 +86,54 @@ class ExampleCache:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two examples or batches have equal values; a NaN equals a NaN."""
+    """Return whether two examples or batches have equal values; a NaN equals a NaN.
+
+    Objects whose ``==`` gives no answer, as that of a dataclass of tensors, are equal if what they
+    hold is equal; so are those of a class without an ``==`` of its own.
+    """
+    return _same(one, other, frozenset())
+
+
+def _same(one: Any, other: Any, outer: frozenset[tuple[int, int]]) -> bool:
+    """Compare within the pairs of objects ``outer``, which may hold each other."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
+        return _same_tensors(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        is_number = one.dtype.kind in "fc" and one.dtype == other.dtype
-        return np.array_equal(one, other, equal_nan=is_number)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        if one.dtype.kind != "O":
+            is_number = one.dtype.kind in "fc" and one.dtype == other.dtype
+            return np.array_equal(one, other, equal_nan=is_number)
+        return one.shape == other.shape and _same([*one.flat], [*other.flat], outer)
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
-    if getattr(type(one), "__eq__", None) is object.__eq__ and hasattr(one, "__dict__"):
-        # Two such objects are never equal: compare what they hold.
-        return type(one) is type(other) and same(vars(one), vars(other))
-    return bool(one == other)
+    pair = id(one), id(other)
+    if pair in outer:
+        return True
+    outer |= {pair}
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[k], other[k], outer) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_same(a, b, outer) for a, b in pairs)
+    held = parts_by_name(one)
+    is_compared = not is_dataclass(one) and getattr(type(one), "__eq__", None) is not object.__eq__
+    if is_compared or not held:
+        try:
+            return bool(one == other)
+        except Exception:  # it compares tensors or arrays: it has no answer
+            if not held:
+                raise
+    return type(one) is type(other) and _same(held, parts_by_name(other), outer)
+
+
+def _same_tensors(one: Tensor, other: Tensor) -> bool:
+    kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in (one, other)]
+    if one.layout is torch.strided and not one.is_nested and not other.is_nested:
+        equal = kinds[0] == kinds[1] and (one == other) | ((one != one) & (other != other))
+        return bool(equal is not False and equal.all())
+    parts = stored_tensors(one), stored_tensors(other)
+    # The shape of a nested tensor names its ragged axis, another one each time.
+    is_alike = kinds[0] == kinds[1] or (one.is_nested and other.is_nested)
+    return is_alike and len(parts[0]) == len(parts[1]) and all(map(_same_tensors, *parts))
 
 
 def _fetch(examples: Examples, position: int) -> Any:

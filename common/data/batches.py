@@ -84,13 +84,13 @@ def split_batch(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
     """Return a batch's tensors, and a function that puts other tensors into the batch's form.
 
     Raises:
-        UnsupportedBatch: it holds something else, or a tensor without a first axis.
+        UnsupportedBatch: it holds something else, a sparse tensor, or one without a first axis.
     """
-    if isinstance(batch, Tensor) and batch.ndim:
+    if _has_rows(batch):
         return [batch], lambda tensors: tensors[0]
     is_dict, is_row = type(batch) is dict, type(batch) in (list, tuple)
     values = list(batch.values()) if is_dict else list(batch) if is_row else []
-    if not values or not all(isinstance(value, Tensor) and value.ndim for value in values):
+    if not values or not all(map(_has_rows, values)):
         raise UnsupportedBatch(
             f"a batch of the task is {type(batch).__name__}, not rows of tensors"
         )
@@ -99,3 +99,8 @@ def split_batch(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
         return values, lambda tensors: dict(zip(names, tensors, strict=True))
     kind = type(batch)
     return values, lambda tensors: kind(tensors)
+
+
+def _has_rows(value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    return is_dense and value.ndim > 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from headwater.common.data.batches import SubsetView
+from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.task import Examples
 from headwater.common.user_code import described
 
@@ -97,7 +98,7 @@ def whole_of(examples: Examples) -> Examples:
     return examples
 
 
-def _parts(batch: Any, name: str = "the example") -> Iterable[tuple[str, Tensor]]:
+def _parts(batch: Any, name: str = "the example", depth: int = 3) -> Iterable[tuple[str, Tensor]]:
     """Yield a batch's tensors, each with what it is; of a pair the input and the target."""
     if isinstance(batch, Tensor):
         yield name, batch
@@ -105,7 +106,7 @@ def _parts(batch: Any, name: str = "the example") -> Iterable[tuple[str, Tensor]
         yield name, torch.from_numpy(batch)
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _parts(value, f"its {key!r}")
+            yield from _parts(value, f"its {key!r}", depth)
     elif isinstance(batch, list | tuple):
         names = (
             ("its input", "its target")
@@ -113,12 +114,17 @@ def _parts(batch: Any, name: str = "the example") -> Iterable[tuple[str, Tensor]
             else [f"its element {at}" for at in range(len(batch))]
         )
         for one, value in zip(names, batch, strict=True):
-            yield from _parts(value, one)
+            yield from _parts(value, one, depth)
+    elif depth > 0:  # objects may hold each other
+        for key, value in parts_by_name(batch).items():
+            yield from _parts(value, f"its {key!r}", depth - 1)
 
 
 def _non_finite(name: str, values: Tensor) -> str | None:
     if not values.is_floating_point() and not values.is_complex():
         return None
-    if values.isnan().any():
+    parts = [part for part in stored_tensors(values) if part.dtype == values.dtype]
+    if any(part.isnan().any() for part in parts):
         return f"{name} has a NaN"
-    return None if values.isfinite().all() else f"{name} has an infinity"
+    is_finite = all(part.isfinite().all() for part in parts)
+    return None if is_finite else f"{name} has an infinity"

@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from headwater.common.data.example_faults import own_position, whole_of
+from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.errors import TaskError
 from headwater.common.task import Examples, Task
 from headwater.common.user_code import running
@@ -131,15 +132,20 @@ class ExampleLengths:
 
 
 def length_of(example: Any) -> int:
-    """Return the number of elements of an example's largest part; a text's are its characters."""
+    """Return the number of elements of an example's largest part.
+
+    Those of a text are its characters, those of a sparse tensor the elements that it lists.
+    """
     if isinstance(example, Tensor):
-        return example.numel()
+        return example.numel() if example.is_nested else stored_tensors(example)[-1].numel()
     if isinstance(example, np.ndarray):
         return int(example.size)
     if isinstance(example, str | bytes):
         return len(example)
     parts = list(example.values()) if isinstance(example, Mapping) else example
-    if not isinstance(parts, list | tuple) or not parts:
+    if not isinstance(parts, list | tuple):
+        parts = list(parts_by_name(example).values())
+    if not parts:
         return 1
     if all(isinstance(part, int | float | np.generic) for part in parts):
         return len(parts)
