@@ -15,7 +15,8 @@ undone.
 
 Limitation: if a block's second forward pass differs for a reason other than torch's random numbers
 (a generator of its own, Python's ``random``, an attribute that the model sets between two calls of
-the block), this is detected only where shapes differ.
+the block), this is detected only where shapes differ. A block within ``torch.func.grad`` or one of
+its like, which allows no hooks, keeps its activations.
 """
 
 from __future__ import annotations
@@ -166,9 +167,28 @@ class _CheckpointedForward:
 
     def __init__(self, block: nn.Module, number: int, extent: Recomputed) -> None:
         self._block, self._number, self.extent = block, number, extent
+        self._is_refused = False
         self.replaced: Callable[..., Any] | None = vars(block).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_refused:
+            return self._plain(*args, **kwargs)
+        random = torch.default_generator.get_state()
+        try:
+            return self._recomputed(*args, **kwargs)
+        except RuntimeError as error:
+            if not recompute.refuses_hooks(error) or recompute.is_running():
+                raise
+        # The block calls torch.func or is called by it: it runs again, and keeps its activations.
+        self._is_refused = True
+        torch.default_generator.set_state(random)
+        return self._plain(*args, **kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.replaced or functools.partial(type(self._block).forward, self._block)
+        return forward(*args, **kwargs)
+
+    def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         block, plain = self._block, self.replaced
         if self.extent is Recomputed.CHEAP:
             forward = plain or functools.partial(type(block).forward, block)

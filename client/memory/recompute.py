@@ -245,6 +245,14 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _observer = None
 
 
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Return whether torch has raised an error because a hook sees what autograd saves.
+
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``hessian`` allow no such hooks, in no order.
+    """
+    return "saved tensor hooks" in str(error)
+
+
 def _never(_: None) -> Tensor:
     raise AssertionError("the graph of a second forward pass has no backward pass")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.client.memory.activation_checkpointing import is_on
 from headwater.client.memory.footprint import footprint
 from headwater.client.memory.peak_model import WORKING_FACTOR
-from headwater.client.memory.recompute import address_of
+from headwater.client.memory.recompute import address_of, refuses_hooks, tensors_in
 from headwater.client.trainer.probe_fit import SAFE_SHARE
 from headwater.client.training.context import TrainingContext
 from headwater.common.data.batches import batch_of
@@ -42,7 +42,8 @@ def loss_of(context: TrainingContext, positions: Sequence[int]) -> Tensor:
 def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
     """Return the bytes that autograd keeps in one forward pass, each storage once.
 
-    The model's own parameters do not count, nor do tensors without a storage (``address_of``).
+    The model's own parameters do not count, nor do tensors without a storage (``address_of``). A
+    task whose loss takes gradients with ``torch.func`` allows no hooks: its graph is walked.
     """
     image = context.image
     blocks = (image.bytes_U8, image.frozen_U8, image.local_L)
@@ -55,9 +56,34 @@ def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
             storages[address] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # a node that held its own output would never be freed
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss_of(context, positions)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss_of(context, positions)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        storages.clear()
+        for tensor in _saved_behind(loss_of(context, positions)):
+            keep(tensor)
     return sum(storages.values())
+
+
+def _saved_behind(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the nodes of a loss's graph have saved, as the nodes show them.
+
+    A node that is in no graph of the loss counts with hooks, and not here.
+    """
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [inner for inner, _ in node.next_functions]
+        yield from tensors_in(getattr(node, "saved_tensors", ()))  # of an autograd.Function
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                yield from tensors_in(getattr(node, name))
 
 
 def count_by_length(

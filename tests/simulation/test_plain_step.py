@@ -79,7 +79,16 @@ class SparseRows(Sparse):
     layout = torch.sparse_csr
 
 
-FORMS = [Plain, OfDataclasses, Sparse, SparseRows]
+class WithPenalty(Plain):
+    """Adds the squared gradients of the outputs by each input, from ``torch.func``."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        loss, weight = super().loss_sum(model, batch)
+        slopes_BCI = torch.func.vmap(torch.func.jacrev(model))(batch[0])
+        return loss + slopes_BCI.square().sum(), weight
+
+
+FORMS = [Plain, OfDataclasses, Sparse, SparseRows, WithPenalty]
 
 
 def plain_step(task: Any, *, seed: int = 0) -> dict[str, Tensor]:

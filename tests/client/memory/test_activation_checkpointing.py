@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headwater.client.memory import recompute
 from headwater.client.memory.activation_checkpointing import (
+    Recomputed,
     is_on,
     switch_off,
     switch_on,
@@ -464,3 +465,42 @@ def test_freed_memory_goes_back_between_blocks_unless_they_come_from_the_heap(
     heap.keep_mmap_threshold()
     model(torch.ones(2048, 6)).sum().backward()
     assert times >= 2 * len(model.blocks), "forward and backward"
+
+
+class InnerGradient(nn.Module):
+    """A block that takes a gradient itself, as the force of a learned energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        noisy_BI = nn.functional.dropout(x_BI, 0.5)
+        force_BI: Tensor = torch.func.grad(lambda inner_BI: self.energy(inner_BI).sum())(noisy_BI)
+        return force_BI
+
+
+def penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    slopes = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(inputs)
+    total: Tensor = slopes.square().sum() + model(inputs).sum()
+    return total
+
+
+@pytest.mark.parametrize("extent", [Recomputed.CHEAP, Recomputed.ALL])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_block_inside_or_around_torch_func_has_the_same_gradient(
+    is_inside: bool, extent: Recomputed
+) -> None:
+    layers = [InnerGradient(), InnerGradient()] if is_inside else [nn.Linear(6, 6), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(6, 1))
+    inputs = torch.randn(5, 6)
+    gradients = []
+    for choice in (None, dict.fromkeys(range(3), extent)):
+        if choice is not None:
+            switch_on(model, choice)
+        model.zero_grad()
+        torch.manual_seed(3)
+        (model(inputs).sum() if is_inside else penalty(model, inputs)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -104,3 +104,30 @@ def test_a_text_beyond_four_times_the_usual_length_is_not_counted() -> None:
 def test_texts_that_fail_give_no_curve() -> None:
     context = context_of([6, 12, 24], is_quadratic=True, word=19)
     assert count_by_length(context, limit_bytes=None, rest_bytes=0) is None
+
+
+class Penalised(Texts):
+    """Adds a term whose gradients ``torch.func`` takes, where it is to."""
+
+    takes_gradients = False
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def loss_sum(self, model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, int]:
+        values = model(tokens_BT.float()[..., None])
+        if self.takes_gradients:
+            torch.func.grad(lambda factor: factor.sum())(torch.ones(2))
+        return values.square().sum(), tokens_BT.shape[1]
+
+
+class PenalisedMore(Penalised):
+    takes_gradients = True
+
+
+def test_a_loss_that_calls_torch_func_counts_as_much_as_without() -> None:
+    counts = [
+        kept_bytes(training_context(task(), [torch.ones(24)]), (0,))  # type: ignore[arg-type]
+        for task in (Penalised, PenalisedMore)
+    ]
+    assert counts[0] == counts[1] > 0
