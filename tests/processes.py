@@ -195,8 +195,10 @@ def until(
 class Processes:
     """The processes of one test, with their logs and state in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **environment: str) -> None:
+        """Keep the processes' files in a folder, and add variables to their environment."""
         self.folder = folder
+        self._variables = environment
         folder.mkdir(parents=True, exist_ok=True)
         self._started: list[Process] = []
         self._joins: list[Callable[[], object]] = []
@@ -286,7 +288,11 @@ class Processes:
         return process
 
     def _environment(self) -> dict[str, str]:
-        return {"XDG_STATE_HOME": str(self.folder / "xdg"), "OMP_NUM_THREADS": "1"}
+        return {
+            "XDG_STATE_HOME": str(self.folder / "xdg"),
+            "OMP_NUM_THREADS": "1",
+            **self._variables,
+        }
 
     def _start_command(self, module: str, arguments: list[str], log: Path) -> Process:
         with log.open("w") as file:

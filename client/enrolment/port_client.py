@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import socket
 import ssl
 import time
 from typing import Any
@@ -25,6 +24,7 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.certificates import certificate_pem
 from headwater.common.transport.join_token import JoinToken
+from headwater.common.transport.proxy import ProxyRefused, connect, proxy_remedy
 from headwater.common.transport.tls import split_address
 
 VERSION = 1
@@ -58,7 +58,7 @@ def send_request(
     host, port = split_address(token.address)
     is_connected = False
     try:
-        with socket.create_connection((host, port), TIMEOUT_SECONDS) as plain:
+        with connect(host, port, timeout_seconds=TIMEOUT_SECONDS) as plain:
             is_connected = True
             with context.wrap_socket(plain, server_hostname=host) as secure:
                 secure.sendall(json.dumps({"version": VERSION, **request}).encode() + b"\n")
@@ -122,6 +122,8 @@ def _connection_error(token: JoinToken, error: Exception, *, is_connected: bool)
                 f"{token.expiry:%Y-%m-%d %H:%M} UTC by this machine's clock"
             )
         return EnrolmentClosed(f"no server listens at {token.address}")
+    if isinstance(error, ProxyRefused):
+        return ConnectionLost(str(error), remedy=proxy_remedy(split_address(token.address)[0]))
     if is_connected and isinstance(
         error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError
     ):

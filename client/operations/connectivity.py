@@ -18,6 +18,7 @@ from headwater.client.operations.findings import Finding, fault, fault_of, good,
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.certificates import common_name_in
+from headwater.common.transport.proxy import ProxyRefused, connect, proxy_of, proxy_remedy
 from headwater.common.transport.tls import (
     check_address,
     read_credentials,
@@ -63,9 +64,11 @@ def check_server(address: str, settings: Settings, *, has_tls: bool) -> Iterator
     host, port = split_address(address)
     start = time.monotonic()
     try:
-        with socket.create_connection((host, port), CONNECT_SECONDS) as plain:
+        with connect(host, port, timeout_seconds=CONNECT_SECONDS) as plain:
             seconds = time.monotonic() - start
-            answers = f"{address} answers in {1e3 * seconds:.0f} ms"
+            proxy = proxy_of(host)
+            way = f" through {proxy}" if proxy else ""
+            answers = f"{address} answers in {1e3 * seconds:.0f} ms{way}"
             yield (
                 good("link", answers)
                 if seconds <= SLOW_LINK_SECONDS
@@ -73,6 +76,8 @@ def check_server(address: str, settings: Settings, *, has_tls: bool) -> Iterator
             )
             if has_tls:
                 yield check_handshake(plain, host, settings)
+    except ProxyRefused as error:
+        yield fault("link", str(error), proxy_remedy(host))
     except OSError as error:
         yield fault(
             "link",

@@ -32,6 +32,8 @@ from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import OlderTerm, ProtocolMismatch, TaskNotInstalled
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
+from headwater.common.transport.proxy import proxy_options
+from headwater.common.transport.tls import split_address
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 
 if TYPE_CHECKING:
@@ -241,7 +243,11 @@ class Connection:
         )
 
     def _channel(self) -> Any:
-        options = channel_options(has_standby=len(self._addresses) > 1)
+        host, _ = split_address(self._address)
+        options = [
+            *channel_options(has_standby=len(self._addresses) > 1),
+            *proxy_options(host),
+        ]
         if self._renewal is None:
             return grpc.aio.insecure_channel(self._address, options=options)
         self._renewal.check()

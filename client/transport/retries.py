@@ -7,6 +7,8 @@ import time
 from collections.abc import Collection
 
 from headwater.common.errors import ConnectionLost, CorruptUpdate
+from headwater.common.transport.proxy import proxy_of, proxy_remedy
+from headwater.common.transport.tls import split_address
 
 FIRST_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 30.0
@@ -54,6 +56,7 @@ class RetryPolicy:
         self, addresses: Collection[str], patience_seconds: float, *, has_tls: bool
     ) -> None:
         self._address = " or ".join(addresses)
+        self._hosts = [split_address(address)[0] for address in addresses]
         has_standby = len(addresses) > 1
         self._max_backoff = STANDBY_BACKOFF_SECONDS if has_standby else MAX_BACKOFF_SECONDS
         self._patience_seconds = patience_seconds
@@ -97,10 +100,12 @@ class RetryPolicy:
         return seconds
 
     def hint(self, broken: ConnectionBroken) -> str | None:
-        """Return what to change if probably only one side uses TLS, by what gRPC says of it."""
+        """Return what to change if a proxy is in the way, or probably only one side uses TLS."""
         text = str(broken)
         if broken.had_contact:
             return None
+        if proxied := [host for host in self._hosts if proxy_of(host) is not None]:
+            return f"it goes through {proxy_of(proxied[0])}: {proxy_remedy(proxied[0])}"
         if self._has_tls and "WRONG_VERSION_NUMBER" in text:
             return (
                 "the server may be without TLS: give it certificates (`headwater-server init`), or "
