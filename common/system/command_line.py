@@ -5,13 +5,17 @@ rich and pydantic are loaded when a command runs, so that importing a command li
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import click
 import typer
 
-from headwater.common.errors import HeadwaterError
+from headwater.common.errors import HeadwaterError, SettingsError
 from headwater.common.settings.flags import OTHER_PANEL, SettingsGroup, overrides
 from headwater.common.system.stop_signals import is_interrupted
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from headwater.common.transport.tls import Credentials
 
 CLIENT = "headwater-client"
+LOCALE = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
 
 Config = Annotated[
     Path | None,
@@ -51,8 +56,14 @@ LogFormat = Annotated[
 class CommandGroup(SettingsGroup):
     """One of the three commands: it shows an error with its remedy and exits with its status."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the flags, of which each must be text; see ``check_text``."""
+        check_text(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; no traceback shows the frames of the command line's libraries."""
+        write_what_can_be_encoded(sys.stdout)
         try:
             return super().invoke(ctx)
         except (HeadwaterError, KeyboardInterrupt) as error:
@@ -66,6 +77,9 @@ class CommandGroup(SettingsGroup):
         except Exception as error:
             from headwater.common.system.console import show_error, show_fault
 
+            if isinstance(error, UnicodeEncodeError) and not is_utf8():
+                raise typer.Exit(show_error(SettingsError(str(error), remedy=LOCALE))) from error
+
             # An import that Ctrl-C ended may lose it, and fails when it is repeated.
             if isinstance(error, ImportError) and is_interrupted():
                 raise typer.Exit(show_error(self._stopped(ctx))) from error
@@ -77,6 +91,31 @@ class CommandGroup(SettingsGroup):
             return KeyboardInterrupt()
         is_run = ctx.invoked_subcommand is None  # it says itself if it has connected
         return KeyboardInterrupt("stopped before connecting" if is_run else "stopped")
+
+
+def is_utf8() -> bool:
+    """Return whether this process reads arguments and names files in UTF-8."""
+    return sys.getfilesystemencoding() == "utf-8"
+
+
+def check_text(args: Sequence[str]) -> None:
+    """Check that Python could decode the arguments: a byte that it could not is a surrogate.
+
+    Raises:
+        click.UsageError: one has such a byte. Neither a file nor a name with it can be passed on.
+    """
+    for argument in args:
+        if any("\udc80" <= sign <= "\udcff" for sign in argument):
+            shown = os.fsencode(argument).decode("utf-8", "backslashreplace")
+            text = f"{shown}: this locale is {sys.getfilesystemencoding()}, and cannot decode it"
+            remedy = LOCALE if not is_utf8() else "write it in UTF-8; rename the file if it is one"
+            raise click.UsageError(f"{text}\n  remedy: {remedy}")
+
+
+def write_what_can_be_encoded(stream: TextIO) -> None:
+    """Let a stream write a character that its encoding lacks as an escape, as stderr does."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def new_app(name: str) -> typer.Typer:
