@@ -8,6 +8,7 @@ and nothing of this project. Training relies on that sum being additive, so
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -140,6 +141,37 @@ def _not_opened(task: Task, data: Path | None, failed: TaskFailed) -> MissingDat
         return MissingData(f"the task {name} found no data in {data}: {described(error)}")
     on = "" if data is None else f" on {data}"
     return TaskFailed(f"train_examples failed{on}: {described(error)}", remedy=failed.remedy)
+
+
+def built_model(task: Task) -> nn.Module:
+    """Return a new model of the task.
+
+    A module of ``torch.export`` has one mode, that in which it was exported, and raises where
+    another asks for ``train()`` or ``eval()``; here it returns itself.
+
+    Raises:
+        TaskFailed: ``new_model`` raised an exception.
+        TaskError: it returned something else than a module.
+    """
+    with running("new_model"):
+        model: object = task.new_model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"new_model must return a torch.nn.Module, found {type(model).__name__}",
+            remedy="end new_model with `return model`; of a torch.export program return .module()",
+        )
+    for module in model.modules():
+        if "train" not in vars(module):
+            continue
+        try:
+            module.train(module.training)
+        except NotImplementedError:
+            vars(module).update(dict.fromkeys(("train", "eval"), partial(_itself, module)))
+    return model
+
+
+def _itself(module: nn.Module, *_: object) -> nn.Module:
+    return module
 
 
 def max_weight_per_example(task: Task) -> int:

@@ -81,12 +81,16 @@ class _TensorsWithin(TorchFunctionMode):
         has_own_way = any(options.get(name) is not None for name in ("device", "out", "layout"))
         if func in FACTORIES and not has_own_way:
             on_meta = func(*args, **{**options, "device": "meta"})
-            return on_meta if self._exceeds(on_meta) else func(*args, **options)
-        if func is Tensor.clone and args[0].device.type == "cpu" and _is_dense(args[0]):
+            is_kept = _is_plain(on_meta) and self._exceeds(on_meta)
+            return on_meta if is_kept else func(*args, **options)
+        if func is Tensor.clone and args[0].device.type == "cpu" and _is_plain(args[0]):
             on_meta = torch.empty_like(args[0], device="meta")
             return on_meta if self._exceeds(on_meta) else func(*args, **options)
-        if getattr(func, "__name__", "").endswith("_") and args and isinstance(args[0], Tensor):
-            num_bytes = args[0].nbytes if _is_dense(args[0]) else 0
+        name = getattr(func, "__name__", "")
+        written = args[0] if args else options.get("tensor")  # as torch.nn.init names it
+        if name.endswith("_") and not name.endswith("__") and isinstance(written, Tensor):
+            is_real = written.device.type == "cpu" and _is_plain(written)
+            num_bytes = written.nbytes if is_real else 0
             self._unwritten_bytes = max(self._unwritten_bytes - num_bytes, 0)
         return func(*args, **options)
 
@@ -101,9 +105,10 @@ class _TensorsWithin(TorchFunctionMode):
         return self.exceeded is not None
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor has one block of memory: it is neither sparse nor nested."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has one block of memory: it is not sparse, nested, or of a tracer."""
+    is_of_tracer = type(tensor) not in (Tensor, nn.Parameter, nn.Buffer)
+    return not is_of_tracer and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _error(text: str, num_bytes: int, before: int, limit: MemoryLimit) -> OutOfMemory:

@@ -17,6 +17,7 @@ from headwater.common.errors import FrozenPartMismatch, ModelMismatch
 from headwater.common.model.frozen_part import digest_of
 from headwater.common.model.layout import layout_of
 from headwater.common.model.local_parameters import by_all_names, local_names
+from headwater.common.model.tensor_file import tensors_of
 
 ADAPTER = "adapter.safetensors"
 BASE_KEY = "base_digest"
@@ -56,4 +57,4 @@ def with_base(
             remedy="give the task the weights that the run was started with; or load the whole "
             "model of the run, model.safetensors",
         )
-    return {**model.state_dict(), **by_all_names(model, trained)}
+    return {**tensors_of(model), **by_all_names(model, trained)}

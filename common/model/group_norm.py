@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from torch import nn
 
 from headwater.common.errors import ModelMismatch
+from headwater.common.model.tensor_file import without_wrappers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,10 @@ def replay(model: nn.Module, replaced: Mapping[str, GroupNormArguments]) -> None
         ModelMismatch: the model has no BatchNorm of this name and number of channels.
     """
     layers: dict[nn.Module, nn.GroupNorm] = {}
-    for name, arguments in replaced.items():
+    places = without_wrappers(model, (name for name, _ in model.named_modules()))
+    own = {plain: name for name, plain in places.items()}
+    for plain, arguments in replaced.items():
+        name = own.get(plain, plain)
         try:
             layer: nn.Module | None = model.get_submodule(name)
         except AttributeError:

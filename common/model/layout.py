@@ -22,6 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from headwater.common.errors import BuffersChanged, UnsupportedModel
 from headwater.common.model.mismatch import LOCAL, Row, to_text
+from headwater.common.model.tensor_file import DTYPE_NAMES
+
+ON_META = (
+    "a meta tensor has no values: build the model on the CPU in new_model, or call "
+    "model.to_empty(device='cpu') there and then load or initialise its weights"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +124,14 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
     """Return a model's layout; ``local_names`` are those of the tensors that stay on the device.
 
     Raises:
-        UnsupportedModel: no trainable parameter, one that is not float32, or one without shape.
+        UnsupportedModel: no trainable parameter, one that is not float32, or one without shape; a
+            tensor that is not on the CPU, or that no file of a model can hold.
     """
     trainable: list[tuple[str, Tensor]] = []
     frozen: list[tuple[str, Tensor]] = []
     local: list[tuple[str, Tensor]] = []
     for name, tensor in named_tensors(model):
+        _check_memory(name, tensor)
         is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if is_trainable and tensor.dtype != torch.float32:
             raise UnsupportedModel(f"the parameter {name} is {_name(tensor)}; updates are float32")
@@ -139,6 +147,19 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
         )
     frozen.sort(key=lambda item: (-item[1].element_size(), item[0]))
     return ModelLayout(trainable=_slots(trainable), frozen=_slots(frozen), local=_slots(local))
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise UnsupportedModel(
+            f"{name} is on the device {tensor.device}, and training is on the CPU",
+            remedy=ON_META if tensor.is_meta else "return model.cpu() from new_model",
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedModel(
+            f"{name} is {_name(tensor)}, which no file of a model can hold (safetensors)",
+            remedy="store it in another dtype: a complex128 tensor as torch.view_as_real(it)",
+        )
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

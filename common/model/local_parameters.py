@@ -1,7 +1,8 @@
 """Parameters that stay on the device: which tensors of a model a run's patterns name.
 
 A pattern is a shell's, over the names of ``model.named_parameters()`` and ``named_buffers()``:
-``head.*`` names ``head.weight`` and ``head.bias``. What it names is in no vector, on no wire and in
+``head.*`` names ``head.weight`` and ``head.bias``, also within a wrapper of torch's
+(``common.model.tensor_file``). What it names is in no vector, on no wire and in
 no file of the server. Each device trains its own (Arivazhagan et al. 2019, "Federated learning with
 personalization layers"; Collins et al. 2021).
 """
@@ -15,6 +16,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from headwater.common.errors import LocalParametersUnusable
+from headwater.common.model.tensor_file import without_wrappers
 
 MAX_NAMED = 6  # names in an error
 
@@ -30,13 +32,15 @@ def local_names(model: nn.Module, local_parameters: str | None) -> frozenset[str
         return frozenset()
     patterns = local_parameters.split(",")
     tensors = _named_tensors(model)
-    known = [name for names, _ in tensors for name in names]
+    known = without_wrappers(model, [name for names, _ in tensors for name in names])
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise _unusable(f"{pattern!r} names nothing in the model, which has {_some(known)}")
+        if not any(fnmatchcase(name, pattern) for pair in known.items() for name in pair):
+            raise _unusable(
+                f"{pattern!r} names nothing in the model, which has {_some([*known.values()])}"
+            )
     local: list[str] = []
     for names, tensor in tensors:
-        named = [name for name in names if _is_named(name, patterns)]
+        named = [n for n in names if _is_named(n, patterns) or _is_named(known[n], patterns)]
         if not named:
             continue
         if len(named) < len(names):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ from headwater.common.model.group_norm import (
 )
 from headwater.common.model.layout import changed, layout_of, named_tensors
 from headwater.common.model.local_parameters import local_names
+from headwater.common.model.tensor_file import tensors_of, without_wrappers
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.task import Task
-from headwater.common.user_code import running
+from headwater.common.task import Task, built_model
 
 # While a model moves into its image, the memory that it leaves is released after so many bytes.
 RELEASED_BYTES = 16 << 20
@@ -208,11 +209,12 @@ def build_model(
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
-        TaskFailed: ``new_model`` raised an exception.
+        TaskFailed, TaskError: ``new_model`` raised an exception, or returned no module.
     """
-    with _BUILDING, running("new_model"):
+    with _BUILDING:
         torch.manual_seed(seed)
-        model = task.new_model() if within is None else within(task.new_model)
+        build = partial(built_model, task)
+        model = build() if within is None else within(build)
     replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
     if frozen_dtype is not None:
         store_in_bfloat16(model)
@@ -220,15 +222,20 @@ def build_model(
 
 
 def state_dict(image: ModelImage) -> dict[str, Tensor]:
-    """Return the shared part of the model's state_dict; tensors that share memory are copied."""
+    """Return the shared part of the model's tensors by their names in a file.
+
+    Tensors that share memory are copied.
+    """
     seen: set[int] = set()
     state: dict[str, Tensor] = {}
-    for name, tensor in image.model.state_dict().items():
+    tensors = tensors_of(image.model)
+    names = without_wrappers(image.model, tensors)
+    for name, tensor in tensors.items():
         if name in image.local_names:
             continue
         is_alias = tensor.numel() > 0 and tensor.data_ptr() in seen
         seen.add(tensor.data_ptr())
-        state[name] = tensor.clone() if is_alias else tensor.contiguous()
+        state[names[name]] = tensor.clone() if is_alias else tensor.contiguous()
     return state
 
 

@@ -6,17 +6,22 @@ meanwhile leaves it in the folder: three kills in a test left three files of 400
 the metadata differently in each process, so equal models would not give equal bytes. It reads these
 files: eight bytes of length, a header in JSON, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
+
+A model's tensors have the names of the user's network. ``torch.compile`` and ``nn.DataParallel``
+put a module around another, and ``_orig_mod.`` or ``module.`` into the names; a file has them
+without. A ``state_dict`` may hold what is no tensor: the ``get_extra_state`` of a module, a packed
+weight. A safetensors file cannot have it, and a run does not change it: the task builds it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The names of safetensors, for every type of dense tensor in a state_dict.
 DTYPE_NAMES = {
@@ -38,6 +43,13 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 ALIGNED_BYTES = 8
+
+# By the names of torch's classes: to import the compiler's takes 74 MB.
+INNER = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+}
 
 
 def write_tensors(
@@ -72,3 +84,44 @@ def write_tensors(
         for _, tensor in ordered:
             flat = tensor.detach().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's state_dict, by the model's own names."""
+    state: dict[str, Any] = model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load tensors, as ``load_state_dict``; what is no tensor stays as it is.
+
+    Raises:
+        RuntimeError: names or shapes differ.
+    """
+    state: dict[str, Any] = model.state_dict()
+    others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    model.load_state_dict({**others, **tensors})
+
+
+def without_wrappers(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return each of the model's names, of tensors or of modules, with its name in a file."""
+    prefixes = [
+        (f"{place}." if place else "", f"{INNER[type(module).__name__]}.")
+        for place, module in model.named_modules()
+        if type(module).__name__ in INNER and type(module).__module__.startswith("torch.")
+    ]
+    prefixes.sort(key=lambda pair: -len(pair[0]))  # the innermost first
+    found = {}
+    for name in names:
+        plain = f"{name}."
+        for outer, inner in prefixes:
+            if plain.startswith(outer + inner):
+                plain = outer + plain.removeprefix(outer + inner)
+        found[name] = plain.removesuffix(".")
+    return found
+
+
+def with_wrappers(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a file's tensors by the model's own names; those that it has already stay."""
+    own = {plain: name for name, plain in without_wrappers(model, tensors_of(model)).items()}
+    return {own.get(name, name): tensor for name, tensor in tensors.items()}

@@ -32,9 +32,9 @@ from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
-from headwater.common.task import Task, load_task
+from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
+from headwater.common.task import Task, built_model, load_task
 from headwater.common.task_spec import split_spec
-from headwater.common.user_code import running
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
@@ -175,9 +175,10 @@ def load_module(
             f"{file} has all parameters of its model, and {local} would replace some",
             remedy="leave out the device's file: no parameters stayed on the devices",
         )
-    with torch.random.fork_rng(devices=[]), running("new_model"):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(record.settings.get("seed", 0)))
-        model = task.new_model()
+        model = built_model(task)
+    state = with_wrappers(model, state)
     replay(model, record.replaced_layers)
     is_rounded = record.base_digest is not None and record.frozen_dtype is not None
     with stored_in_bfloat16(model) if is_rounded else nullcontext():
@@ -258,6 +259,7 @@ def load_initial(image: ModelImage, path: Path) -> None:
     """
     file = model_file(path)
     record, tensors = read_model(file)
+    tensors = with_wrappers(image.model, tensors)
     state = _with_base(image.model, record, tensors, file, image.local_parameters)
     load_state(image.model, {**state, **_built(image.model, image.local_names)}, file)
     image.fingerprint = None
@@ -279,7 +281,7 @@ def _with_base(
 
 def _built(model: nn.Module, names: Set[str]) -> dict[str, Tensor]:
     """Return the tensors of these names that a model has now."""
-    return {name: value for name, value in model.state_dict().items() if name in names}
+    return {name: value for name, value in tensors_of(model).items() if name in names}
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> None:
@@ -289,9 +291,9 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> Non
         ModelMismatch: names or shapes differ.
     """
     try:
-        model.load_state_dict(state)
+        load_tensors(model, state)
     except RuntimeError as error:
-        difference = first_difference(rows_of(model.state_dict()), rows_of(state), there="the file")
+        difference = first_difference(rows_of(tensors_of(model)), rows_of(state), there="the file")
         raise ModelMismatch(
             f"{file} does not fit the task's model: {difference}",
             remedy="name the task that it was trained with; docs/model.md has more",

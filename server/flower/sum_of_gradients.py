@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -39,6 +40,7 @@ from headwater.common.errors import (
 from headwater.common.model.local_parameters import by_all_names
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
+from headwater.common.model.tensor_file import load_tensors, tensors_of
 from headwater.common.settings import schema as settings
 from headwater.common.settings.fields import Scalar
 from headwater.common.system.printable import printable, printable_name
@@ -177,15 +179,15 @@ class SumOfGradients(FedAvg):
             before = self._image.bytes_U8.clone() if self._sent and server_round > 1 else None
             state, model = arrays.to_torch_state_dict(), self._image.model
             trained = {slot.name for slot in self._image.layout.trainable}
-            self._sends_trained_alone = state.keys() == trained != model.state_dict().keys()
+            self._sends_trained_alone = state.keys() == trained != tensors_of(model).keys()
             whole: Mapping[str, Tensor] = state
             if self._sends_trained_alone:
-                whole = {**model.state_dict(), **by_all_names(model, state)}
+                whole = {**tensors_of(model), **by_all_names(model, state)}
             try:
-                model.load_state_dict(whole)
+                load_tensors(model, whole)
             except RuntimeError as error:
                 difference = first_difference(
-                    rows_of(model.state_dict()),
+                    rows_of(tensors_of(model)),
                     rows_of(state),
                     here="the model",
                     there="the arrays",
@@ -251,7 +253,7 @@ class SumOfGradients(FedAvg):
         """Return the model as the next round sends it: whole, or the trained parameters alone."""
         image = self._image
         if not self._sends_trained_alone:
-            return ArrayRecord(image.model.state_dict())
+            return ArrayRecord(OrderedDict(tensors_of(image.model)))
         slots = image.layout.trainable
         return ArrayRecord({slot.name: slot.view_of(image.bytes_U8) for slot in slots})
 

@@ -23,7 +23,7 @@ from headwater import __version__
 from headwater.common.errors import StateError
 from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.parameters import ModelImage, state_dict
-from headwater.common.model.tensor_file import write_tensors
+from headwater.common.model.tensor_file import without_wrappers, write_tensors
 from headwater.common.model.trained_model import ModelRecord
 from headwater.common.settings.keywords import PREFIX
 from headwater.common.settings.schema import Settings
@@ -62,7 +62,8 @@ def save_adapter(folder: Path, image: ModelImage, settings: Settings, *, round_n
         StateError: the disk is full or not writable; the old file is untouched.
     """
     record = _record(image, settings, round_number=round_number)
-    trained = {slot.name: slot.view_of(image.bytes_U8) for slot in image.layout.trainable}
+    names = without_wrappers(image.model, (slot.name for slot in image.layout.trainable))
+    trained = {names[s.name]: s.view_of(image.bytes_U8) for s in image.layout.trainable}
     _write(folder / ADAPTER, trained, replace(record, base_digest=image.frozen_digest))
 
 
@@ -74,13 +75,14 @@ def _record(
     best: dict[str, Any] | None = None,
 ) -> ModelRecord:
     task = settings.task
+    names = without_wrappers(image.model, image.replaced_layers)
     return ModelRecord(
         task=None if task is None or task.startswith(PREFIX) else task,
         settings=recorded_settings(settings),
         rounds=round_number,
         headwater=__version__,
         torch=str(torch.__version__),
-        replaced_layers=dict(image.replaced_layers),
+        replaced_layers={names[name]: layer for name, layer in image.replaced_layers.items()},
         layout_digest=image.layout.digest,
         best=best,
     )

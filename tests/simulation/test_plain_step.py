@@ -88,7 +88,20 @@ class WithPenalty(Plain):
         return loss + slopes_BCI.square().sum(), weight
 
 
-FORMS = [Plain, OfDataclasses, Sparse, SparseRows, WithPenalty]
+class Exported(Plain):
+    """A module of ``torch.export``, which refuses ``train()`` and ``eval()``."""
+
+    def new_model(self) -> nn.Module:
+        size = torch.export.Dim("size", min=1, max=NUM_EXAMPLES)
+        shapes = ({0: size},)
+        program = torch.export.export(super().new_model(), (points(),), dynamic_shapes=shapes)
+        return nn.Sequential(program.module())
+
+
+FORMS = [
+    *(Plain, OfDataclasses, Sparse, SparseRows, WithPenalty),
+    pytest.param(Exported, marks=pytest.mark.slow),  # torch.export takes seconds to import
+]
 
 
 def plain_step(task: Any, *, seed: int = 0) -> dict[str, Tensor]:

@@ -16,9 +16,11 @@ from headwater.common.errors import (
     BatchDependentLayer,
     ModelMismatch,
     SettingsError,
+    TaskError,
     UnsupportedModel,
 )
 from headwater.common.model.group_norm import replace_batch_norm_by_group_norm, replay
+from headwater.common.model.layout import layout_of
 from headwater.common.model.parameters import (
     ModelImage,
     build_model,
@@ -143,6 +145,37 @@ def test_the_digest_depends_on_name_shape_and_frozenness(other: nn.Module) -> No
 def test_a_trainable_parameter_that_is_not_float32_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModel, match="weight is "):
         ModelImage(nn.Linear(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(2, 2, device="meta"), "weight is on the device meta"),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta")), "1.weight is on the"),
+    ],
+)
+def test_a_tensor_without_memory_on_the_cpu_is_refused_by_name(
+    model: nn.Module, words: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=words) as raised:
+        layout_of(model)
+    assert "model on the CPU" in (raised.value.remedy or "")
+
+
+def test_a_tensor_that_no_file_can_hold_is_refused_before_the_first_round() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(UnsupportedModel, match="phases is complex128"):
+        ModelImage(model)
+
+
+def test_a_task_that_returns_no_module_is_told_so() -> None:
+    class Forgetful(TwoLayers):
+        def new_model(self) -> nn.Module:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(TaskError, match=r"must return a torch\.nn\.Module, found NoneType"):
+        build_model(Forgetful(), seed=0)
 
 
 def test_a_lazy_layer_without_shape_is_refused_by_name() -> None:
