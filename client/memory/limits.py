@@ -3,9 +3,9 @@
 Every memory limit is given as resident bytes of this process: what it holds now plus what is still
 free under the limit. The smallest one therefore applies, and none changes when the process itself
 grows. Limits of a cgroup are those of its memory controller (the kernel's admin-guide/cgroup-v2.rst
-and cgroup-v1/memory.rst); pages of files not used lately are reclaimed before a process is killed
-and do not count as used, as in Kubernetes' working set. RLIMIT_DATA and RLIMIT_AS count virtual
-memory (getrlimit(2)); the untouched part of it makes their limit look lower, never higher.
+and cgroup-v1/memory.rst). Pages of files are reclaimed before a process is killed and do not count
+as used, but for this process's code (``peak_model.CODE_BYTES``). RLIMIT_DATA and RLIMIT_AS count
+virtual memory (getrlimit(2)); the untouched part of it makes their limit look lower, never higher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.client.memory.allocation_bound import bound_in_force
-from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.memory.peak_model import CODE_BYTES, resident_bytes
 from headwater.common.errors import OutOfMemory
 from headwater.common.system.portability import num_usable_cores
 
@@ -41,6 +41,15 @@ class MemoryLimit:
 
     num_bytes: int
     source: str
+    set_bytes: int | None = None
+    """The limit as it was set; others may use a part of it."""
+
+    @property
+    def origin(self) -> str:
+        """The source with the limit as it was set, such as ``cgroup's memory.max of 512 MiB``."""
+        if self.set_bytes is None:
+            return self.source
+        return f"{self.source} of {self.set_bytes / 2**20:,.0f} MiB, less what others in it hold"
 
     @property
     def is_virtual(self) -> bool:
@@ -67,11 +76,14 @@ class MemoryLimits:
 
     def all(self) -> list[MemoryLimit]:
         """Read every limit now."""
-        status = _sizes(self._root / "proc/self/status", "VmRSS", "VmData", "VmSize")
-        resident = status.get("VmRSS") or resident_bytes()
+        names = ("VmRSS", "VmData", "VmSize", "RssFile")
+        status = _sizes(self._root / "proc/self/status", *names)
+        code = min(status.get("RssFile", 0), CODE_BYTES)
+        droppable = status.get("RssFile", 0) - code
+        resident = status["VmRSS"] - droppable if "VmRSS" in status else resident_bytes()
         limits = [MemoryLimit(num_bytes=resident + _available_bytes(self._root), source="machine")]
         for folder in cgroup_folders(self._root, "memory"):
-            limits += _cgroup_limits(folder, resident)
+            limits += _cgroup_limits(folder, resident - code)
         limits += _resource_limits(self._root, status, resident)
         if self._own_bytes is not None:
             limits.append(MemoryLimit(num_bytes=self._own_bytes, source="memory limit as set"))
@@ -101,7 +113,7 @@ def check_import_room(resident: int, limit: MemoryLimit) -> None:
         raise OutOfMemory(
             f"importing torch takes {IMPORT_BYTES / 2**20:,.0f} MiB beside "
             f"{resident / 2**20:,.0f} MiB that the process holds, and the limit is "
-            f"{limit.num_bytes / 2**20:,.0f} MiB ({limit.source})",
+            f"{limit.num_bytes / 2**20:,.0f} MiB ({limit.origin})",
             remedy="give the device more memory",
         )
 
@@ -142,23 +154,29 @@ def _available_bytes(root: Path) -> int:
     return psutil.virtual_memory().available
 
 
-def _cgroup_limits(folder: Path, resident: int) -> Iterator[MemoryLimit]:
-    """Yield the limits of one cgroup.
+def _cgroup_limits(folder: Path, not_files: int) -> Iterator[MemoryLimit]:
+    """Yield the limits of one cgroup; ``not_files`` is what the process holds beside file pages.
 
-    Above memory.high nothing is killed, but every allocation waits until the group is below.
+    Above memory.high nothing is killed, but every allocation waits until the group is below. In
+    version 1 a limit of a parent that a container cannot see is in memory.stat.
     """
-    for limit_file, usage_file, idle_row in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.high", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    rows = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+    for limit_file, usage_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.high", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-        if limit is None or limit >= UNLIMITED_BYTES or usage is None:
+        if limit is None or usage is None:
             continue
-        _, _, rest = f"\n{_text(folder / 'memory.stat')}".partition(f"\n{idle_row} ")
-        idle = int(rest.split(maxsplit=1)[0]) if rest else 0
-        room = limit - max(usage - idle, 0)
-        yield MemoryLimit(num_bytes=max(resident + room, 0), source=f"cgroup's {limit_file}")
+        if prefix:
+            limit = min(limit, int(rows.get("hierarchical_memory_limit", limit)))
+        if limit >= UNLIMITED_BYTES:
+            continue
+        files = sum(int(rows.get(f"{prefix}{row}", 0)) for row in ("active_file", "inactive_file"))
+        room = limit - max(usage - files, 0)
+        source = f"cgroup's {limit_file}"
+        yield MemoryLimit(num_bytes=max(not_files + room, 0), source=source, set_bytes=limit)
 
 
 def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Iterator[MemoryLimit]:
@@ -172,7 +190,8 @@ def _resource_limits(root: Path, status: dict[str, int], resident: int) -> Itera
             is_own = name == "RLIMIT_DATA" and soft == str(bound_in_force())
             if soft.isdigit() and counted in status and not is_own:
                 room = int(soft) - status[counted]
-                yield MemoryLimit(num_bytes=max(resident + room, 0), source=name)
+                num_bytes = max(resident + room, 0)
+                yield MemoryLimit(num_bytes=num_bytes, source=name, set_bytes=int(soft))
 
 
 def _cgroup_cores(root: Path) -> Iterator[float]:

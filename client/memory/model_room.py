@@ -115,7 +115,7 @@ def _error(text: str, num_bytes: int, before: int, limit: MemoryLimit) -> OutOfM
     missing = max(before + num_bytes - limit.num_bytes, 0)
     return OutOfMemory(
         f"the model takes {text} beside {_mib(before)} that the process holds, and the limit is "
-        f"{_mib(limit.num_bytes)} ({limit.source}): {_mib(missing)} are missing"
+        f"{_mib(limit.num_bytes)} ({limit.origin}): {_mib(missing)} are missing"
     )
 
 

@@ -127,7 +127,7 @@ def is_clock_synchronised() -> bool | None:
 def check_memory(limits: list[MemoryLimit], used_bytes: int, *, has_controller: bool) -> Finding:
     """Check the lowest of the memory limits against the memory already in use."""
     lowest = min(limits, key=lambda limit: limit.num_bytes)
-    text = f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
+    text = f"up to {decimal(lowest.num_bytes)}, by {lowest.origin}"
     if lowest.num_bytes <= used_bytes:
         return fault(
             "memory",

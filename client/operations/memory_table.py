@@ -109,7 +109,7 @@ def check_fits(name: str, known: PeakModel, limit: MemoryLimit, fitting: float) 
     missing = peak - guarded_bytes(limit.num_bytes, known.now.base)
     raise OutOfMemory(
         f"{name}: one example alone does not fit: its predicted peak is {decimal(round(peak))} of "
-        f"{decimal(limit.num_bytes)} ({limit.source}), of which a part is left free for errors of "
+        f"{decimal(limit.num_bytes)} ({limit.origin}), of which a part is left free for errors of "
         f"the prediction: {decimal(round(missing))} are missing"
     )
 

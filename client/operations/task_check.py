@@ -105,7 +105,7 @@ def measurements(
 ) -> Iterator[tuple[str, str]]:
     """Yield the device's memory, speed, sensors and time share, each as a topic and a text."""
     lowest = hardware.limits.lowest()
-    yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.source}"
+    yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.origin}"
     speed, cores = trainer.measure(identity, hardware), hardware.cores()
     line, fitting = hardware.memory.line, hardware.memory.fitting(1)
     if line is not None and fitting is not None:

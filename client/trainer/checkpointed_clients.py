@@ -219,8 +219,11 @@ def _too_small(
 
 def _missing(peak_bytes: float, limit_bytes: float, rest_bytes: float) -> str:
     """Return how much more the limit must be; it leaves a part free for errors of predictions."""
-    missing = peak_bytes - guarded_bytes(limit_bytes, rest_bytes)
-    return f": with a margin, {missing / 2**20:,.0f} MiB are missing"
+    room = guarded_bytes(limit_bytes, rest_bytes)
+    return (
+        f", of which {(limit_bytes - room) / 2**20:,.0f} MiB are left free for errors of the "
+        f"prediction: {(peak_bytes - room) / 2**20:,.0f} MiB are missing"
+    )
 
 
 def _of(peak_bytes: float, limit_bytes: float) -> str:

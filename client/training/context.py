@@ -157,9 +157,11 @@ class TrainingContext:
         line, limit = self.memory.line, self.memory.limit_bytes()
         assert line is not None  # without both there is no prediction
         assert limit is not None
+        margin = limit - guarded_bytes(limit, line.base)
         text = (
             "one example alone does not fit: its predicted peak is "
-            f"{line.at(load) / 2**20:,.0f} MiB, the limit {limit / 2**20:,.0f} MiB"
+            f"{line.at(load) / 2**20:,.0f} MiB, the limit {limit / 2**20:,.0f} MiB, of which "
+            f"{margin / 2**20:,.0f} MiB are left free for errors of the prediction"
         )
         if load > 1.0:
             return text

@@ -16,6 +16,7 @@ from headwater.client.memory.limits import (
     check_import_room,
     usable_cores,
 )
+from headwater.client.memory.peak_model import CODE_BYTES
 from headwater.common.errors import OutOfMemory
 from tests.machines import write
 
@@ -62,10 +63,10 @@ def test_the_limit_of_a_cgroup_or_its_parents_leaves_its_free_bytes(
         {
             f"{group}/{file}": f"{1000 * MIB}\n",
             f"{group}/memory.current": f"{700 * MIB}\n",
-            f"{group}/memory.stat": f"anon {600 * MIB}\ninactive_file {100 * MIB}\n",
+            f"{group}/memory.stat": f"inactive_file {100 * MIB}\nactive_file {50 * MIB}\n",
         },
     )
-    held = 700 * MIB - 100 * MIB
+    held = 700 * MIB - 150 * MIB
     assert sources(tmp_path)[f"cgroup's {file}"] == RESIDENT + 1000 * MIB - held
 
 
@@ -77,7 +78,8 @@ def test_a_limit_of_cgroup_version_1_is_read_from_its_controller(tmp_path: Path)
             "proc/self/cgroup": "3:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
             f"{group}/memory.limit_in_bytes": f"{400 * MIB}\n",
             f"{group}/memory.usage_in_bytes": f"{350 * MIB}\n",
-            f"{group}/memory.stat": f"inactive_file 0\ntotal_inactive_file {50 * MIB}\n",
+            f"{group}/memory.stat": f"inactive_file 0\ntotal_active_file {20 * MIB}\n"
+            f"total_inactive_file {30 * MIB}\nhierarchical_memory_limit 9223372036854771712\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
         },
@@ -86,6 +88,46 @@ def test_a_limit_of_cgroup_version_1_is_read_from_its_controller(tmp_path: Path)
         "machine": AVAILABLE + RESIDENT,
         "cgroup's memory.limit_in_bytes": RESIDENT + (400 - 300) * MIB,
     }
+
+
+def test_the_limit_of_a_parent_that_a_container_cannot_see_counts_in_version_1(
+    tmp_path: Path,
+) -> None:
+    group = "sys/fs/cgroup/memory"
+    machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/a\n",
+            f"{group}/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{group}/memory.usage_in_bytes": f"{350 * MIB}\n",
+            f"{group}/memory.stat": f"hierarchical_memory_limit {400 * MIB}\n",
+        },
+    )
+    lowest = MemoryLimits(root=tmp_path).lowest()
+    assert lowest.num_bytes == RESIDENT + (400 - 350) * MIB
+    assert "memory.limit_in_bytes of 400 MiB" in lowest.origin
+
+
+def test_a_mapped_data_set_changes_no_limit(tmp_path: Path) -> None:
+    """Its pages are in the process and in its cgroup, and the kernel drops them when it must."""
+    group = "sys/fs/cgroup/a/b"
+
+    def laid_out(data: int) -> dict[str, int]:
+        status = {"VmRSS": RESIDENT + data, "RssFile": CODE_BYTES + data}
+        rows = "".join(f"{name}: {size // 1024} kB\n" for name, size in status.items())
+        machine(
+            tmp_path,
+            {
+                "proc/self/status": rows,
+                f"{group}/memory.max": f"{1000 * MIB}\n",
+                f"{group}/memory.current": f"{RESIDENT + data}\n",
+                f"{group}/memory.stat": f"active_file {CODE_BYTES + data}\n",
+            },
+        )
+        return sources(tmp_path)
+
+    assert laid_out(900 * MIB) == laid_out(0)
+    assert laid_out(0)["cgroup's memory.max"] == 1000 * MIB
 
 
 def test_a_cgroup_above_its_limit_leaves_less_than_is_resident_but_not_below_zero(

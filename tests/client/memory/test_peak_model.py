@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.memory.peak_model import (
+    CODE_BYTES,
     GIVE_BACK_EVERY_SECONDS,
     GUARD_BYTES,
     GUARD_SHARE,
@@ -62,6 +66,20 @@ def test_the_peak_is_the_largest_resident_memory_since_the_reset() -> None:
     release_freed_memory()  # what a heap keeps is held as well
     peak.reset()
     assert peak.peak_bytes() <= before + NOISE_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file pages are known on Linux")
+def test_pages_of_a_mapped_file_are_neither_resident_memory_nor_a_peak(tmp_path: Path) -> None:
+    size = 3 * CODE_BYTES
+    with (tmp_path / "data.bin").open("w+b") as file:
+        file.truncate(size)
+        peak, before = PeakMeter(), resident_bytes()
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+            assert not any(data[:: mmap.PAGESIZE])
+            if status_bytes("RssFile") < size:
+                pytest.skip("the temporary folder is in memory")
+            gained = max(resident_bytes(), peak.peak_bytes()) - before
+    assert gained <= CODE_BYTES + NOISE_BYTES
 
 
 def test_a_meter_keeps_no_descriptor_that_a_forked_process_would_inherit() -> None:
