@@ -57,6 +57,8 @@ MAX_STEPS = 4096
 # changes by up to a fifth from one round to the next. If the time was predicted badly, the round
 # still sums its target to a fifth; the server waits for a device that is slower than that.
 FINISH_DIVISOR = 5
+# A report names the tensors that no loss used; a model has seldom a hundred of them.
+MAX_UNUSED = 1 << 14
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
@@ -338,6 +340,9 @@ class UpdateReport(WireMessage):
     steps: tuple[Step, ...]
     reason: StopReason
     local_steps: Natural = Field(1, description="local steps of all windows in this sum")
+    unused: Annotated[tuple[Natural, ...], Field(max_length=MAX_UNUSED)] = Field(
+        (), description="places of the trained tensors that no loss used: their gradient is None"
+    )
     vitals: Vitals = Vitals()
     is_checkpointed: bool = Field(False, description="activations were recomputed to save memory")
     num_windows: Annotated[int, Field(ge=1, le=2**20)] = Field(
@@ -437,6 +442,8 @@ class ReportFields(Protocol):
     def reason(self) -> StopReason: ...
     @property
     def local_steps(self) -> int: ...
+    @property
+    def unused(self) -> Sequence[int]: ...
     @property
     def num_windows(self) -> int: ...
     @property

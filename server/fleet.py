@@ -54,6 +54,11 @@ class ReportBatch(Sequence[ReportFields], ABC):
         """Return parts of the round's noise sums, for clients that own so many examples."""
 
     @property
+    def unused(self) -> tuple[int, ...]:
+        """The places of the trained tensors that none of the updates' losses used."""
+        return ()
+
+    @property
     def norms_per_weight(self) -> Sequence[float] | None:
         """The norms of the updates per unit of weight; None if they were not computed."""
         return None

@@ -52,7 +52,7 @@ class GradientSum:
         self._image = ModelImage(model)
         self._accumulator = Accumulator(self._image)
         self._parameters_before = self._parameter_versions()
-        self._gradients_before = self._accumulator.values_P._version
+        self._gradients_before = self._accumulator.num_changes
         self._factors = _SumFactors()
         self._num_passes = 0
         self._is_reduction_seen = True
@@ -82,7 +82,7 @@ class GradientSum:
         self._note_reduction(reduction, n)
         self.weight += n
         self._num_passes += 1
-        self._gradients_before = self._accumulator.values_P._version
+        self._gradients_before = self._accumulator.num_changes
 
     def tensors(self) -> dict[str, Tensor]:
         """Return each trainable parameter's summed gradient by its name, as views of the vector.
@@ -122,6 +122,7 @@ class GradientSum:
             weight=self.weight,
             num_passes=self._num_passes,
             is_reduction_seen=self._is_reduction_seen,
+            unused=self._accumulator.unused(),
         )
         return Message(content, reply_to=message)
 
@@ -138,7 +139,7 @@ class GradientSum:
             raise GradientsChanged(
                 f"{found} the gradients were replaced (zero_grad), and the sum so far is lost"
             ) from None
-        if self._accumulator.values_P._version != self._gradients_before:
+        if self._accumulator.num_changes != self._gradients_before:
             raise GradientsChanged(
                 f"{found} something else wrote to the gradients (loss.backward, zero_grad or "
                 f"clipping)"

@@ -183,7 +183,8 @@ def _add_pending(
     else:
         owned, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
         norm = trainer.accumulator.gradient_norm()
-        unmasked = unmasked_update(update, plan, num_owned=len(owned), norm=norm)
+        spans = trainer.image.layout.spans
+        unmasked = unmasked_update(update, plan, spans=spans, num_owned=len(owned), norm=norm)
     device = participant_of(
         plan,
         examples,

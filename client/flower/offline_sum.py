@@ -79,6 +79,7 @@ def merged(before: UpdateReport, window: UpdateReport) -> UpdateReport:
             "seconds": before.seconds + window.seconds,
             "steps": (*before.steps, *window.steps),
             "local_steps": before.local_steps + window.local_steps,
+            "unused": tuple(at for at in before.unused if at in window.unused),
             "num_windows": before.num_windows + window.num_windows,
         }
     )

@@ -34,8 +34,10 @@ class LocalSteps:
             for mean_P in work.steps(
                 StepContent(image, optimizer)
             ):  # the mean is in the parameters' gradients
-                if terms.proximal:
+                if terms.proximal:  # this term of the loss uses every parameter
                     _pull_back(mean_P, image.values_P, start_P, terms.proximal)
+                else:
+                    self._context.accumulator.hide_unused()
                 with without_dynamo():
                     optimizer.step()
             # The accumulator's vector is free now and takes the difference.

@@ -46,6 +46,8 @@ class LocalSum:
     start_seconds: float
     num_taken: int
     """The local steps taken; 1 for an exact sum."""
+    unused: tuple[int, ...]
+    """The places, among the shared parameters, of those that no loss used."""
     local_L: Tensor
     """The parameters that stay on the device after the window; the model still has those before."""
 
@@ -120,6 +122,7 @@ def sum_gradients(
         total=work.total,
         start_seconds=work.start_seconds,
         num_taken=max(work.num_taken, 1),
+        unused=work.unused or (),
         local_L=after_L,
     )
 
@@ -173,6 +176,7 @@ def make_update(
         steps=tuple(total.steps),
         reason=total.reason,
         local_steps=local_sum.num_taken,
+        unused=local_sum.unused,
         vitals=context.vitals(),
         is_checkpointed=is_on_in(context.image.modules),
     )

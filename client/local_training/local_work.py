@@ -71,6 +71,8 @@ class LocalWork:
         """The planned local steps (``--local-steps``)."""
         self.num_taken = 0
         """The local steps whose gradients were yielded so far."""
+        self.unused: tuple[int, ...] | None = None
+        """The places of the parameters that none of the losses so far used; None before a sum."""
         self.is_taken = False
         """Whether the window was summed, or is being summed."""
         self._plan = plan
@@ -106,8 +108,7 @@ class LocalWork:
         if self._spool is None:
             rules = StopRules(plan, context, self.start_seconds)
             self.total = sum_window(plan, window, context, rules, add=add)
-            self._step_local(self.total.weight)
-            return context.accumulator.values_P
+            return self._summed()
         spooled = self._spool.open(plan, window, context, self.start_seconds)
         resumed = spooled.load()
         self.start_seconds = spooled.start_seconds
@@ -115,8 +116,17 @@ class LocalWork:
         self.total = sum_window(
             plan, window, context, rules, resumed=resumed, after_each=spooled.save, add=add
         )
+        return self._summed()
+
+    def _summed(self) -> Tensor:
+        self._note_unused()
         self._step_local(self.total.weight)
-        return context.accumulator.values_P
+        return self._context.accumulator.values_P
+
+    def _note_unused(self) -> None:
+        now = self._context.accumulator.unused()
+        before = now if self.unused is None else self.unused
+        self.unused = now if now == before else tuple(sorted({*now} & {*before}))
 
     def steps(self, content: StepContent | None = None) -> Iterator[Tensor]:
         """Yield each local step's mean gradient [P] at the parameters as they are then.
@@ -140,6 +150,7 @@ class LocalWork:
             self._plan, self._window, context, rules, first=first, before=self.total
         ):
             self.total = step.total
+            self._note_unused()
             self._step_local(step.weight)
             if step.weight:
                 self.num_taken += 1
@@ -148,6 +159,7 @@ class LocalWork:
                 break
             if spooled is not None and content is not None and content.is_writable:
                 content.num_taken, content.next_step = self.num_taken, step.number + 1
+                content.unused = self.unused or ()
                 rest = self._window.positions[step.end :]
                 spooled.save(replace(self.total, remaining=deque([rest] if rest else [])))
 
@@ -166,6 +178,7 @@ class LocalWork:
         if resumed is not None:
             self.total = replace(resumed, remaining=deque())
             self.num_taken, self.start_seconds = content.num_taken, spooled.start_seconds
+            self.unused = content.unused if content.next_step else None
         return spooled
 
     def _step_local(self, weight: int) -> None:

@@ -27,6 +27,8 @@ class StepContent:
         """The local steps that the parameters have taken."""
         self.next_step = 0
         """The local step to begin with; one of which no example could be summed is not taken."""
+        self.unused: tuple[int, ...] = ()
+        """The places of the parameters that none of these steps' losses used."""
         self._image = image
         self._optimizer = optimizer
         self._parameters = [
@@ -49,6 +51,7 @@ class StepContent:
         return {
             "num_taken": self.num_taken,
             "next_step": self.next_step,
+            "unused": self.unused,
             "state": [
                 [at, key, list(value.shape) if isinstance(value, Tensor) else {"plain": value}]
                 for at, key, value in self._state()
@@ -76,6 +79,7 @@ class StepContent:
             entries[key] = read[start:end].view(shape)
             start = end
         self.num_taken, self.next_step = plain["num_taken"], plain["next_step"]
+        self.unused = tuple(plain.get("unused", ()))
 
     @property
     def _num_own(self) -> int:

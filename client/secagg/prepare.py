@@ -8,7 +8,7 @@ out; weight, loss, metrics and norms leave the client as masked numbers alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.common.compression_terms import num_masked
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
 from headwater.common.messages import Plan, Update, Vitals
+from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.masked_numbers import numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
@@ -108,10 +109,18 @@ OF_TRAINING = (
 """Vitals that training changes: they could differ with the examples that it trained on."""
 
 
-def unmasked_update(update: Update, plan: Plan, *, num_owned: int, norm: float) -> UnmaskedUpdate:
-    """Return the vector and the numbers that are to be masked.
+def unmasked_update(
+    update: Update,
+    plan: Plan,
+    *,
+    spans: Sequence[tuple[int, int]],
+    num_owned: int,
+    norm: float,
+) -> UnmaskedUpdate:
+    """Return the vector and the numbers that are to be masked; the vector is not yet encoded.
 
-    ``num_owned`` is the number of the client's examples, ``norm`` the vector's Euclidean norm.
+    ``num_owned`` is the number of the client's examples, ``norm`` the vector's Euclidean norm,
+    ``spans`` where each trained tensor is in the vector.
     """
     report = update.report
     # The noise scale compares two batch sizes at one model; local steps move the model in between,
@@ -121,7 +130,11 @@ def unmasked_update(update: Update, plan: Plan, *, num_owned: int, norm: float) 
         norm = 0.0
     elif not plan.takes_local_steps and plan.algorithm is None:
         noise = noise_sums(report, num_owned=num_owned)
-    numbers = numbers_of(report, noise=noise, squared_norm=norm * norm)
+    num_zero = 0
+    if plan.privacy is None and plan.compression is None:
+        used = set(range(len(spans))).difference(report.unused)
+        num_zero = len(zero_tensors(update.values_P, spans, used))
+    numbers = numbers_of(report, noise=noise, squared_norm=norm * norm, num_zero=num_zero)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
 
 

@@ -2,12 +2,16 @@
 
 Autograd adds into an existing ``param.grad`` in place. Summing K micro-batches therefore needs no
 copy, no optimizer and no division: after the last backward pass the vector is the update.
+
+Each slice has a version counter of its own, which torch raises with every addition. So a parameter
+that no loss used, whose gradient would be None in a plain loop, is told from one whose gradient is
+zero, at no cost in a pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,7 +37,8 @@ class Accumulator:
         self.values_P, self.local_L = self.memory[:num_shared], self.memory[num_shared:]
         self._has_local = image.layout.num_local > 0
         self._chunks = torch.split(self.values_P, CHUNK)
-        self._parameters = [*image.trainable(), *image.local()]
+        shared = image.trainable()
+        self._parameters, self._num_tensors = [*shared, *image.local()], len(shared)
         self._apart: Tensor | None = None
         self._use(self.memory)
         self._move_out: Callable[[], None] | None = None
@@ -53,6 +58,7 @@ class Accumulator:
     def zero(self) -> None:
         """Set the vector to zero and make its slices the parameters' gradients."""
         self.memory.zero_()
+        self._note_versions()
         self._set_gradients()
 
     def _use(self, memory: Tensor) -> None:
@@ -60,11 +66,39 @@ class Accumulator:
         sizes = [parameter.numel() for parameter in self._parameters]
         parts = torch.split(memory, sizes)
         self._views = [
-            part.view(parameter.shape)
+            part.view(parameter.shape).data  # a view would share the vector's version counter
             for parameter, part in zip(self._parameters, parts, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._note_versions()
         self._set_gradients()
+
+    def _note_versions(self) -> None:
+        self._versions = [view._version for view in self._views]
+
+    @property
+    def num_changes(self) -> int:
+        """The number of changes in place so far, of the vector and of each gradient."""
+        return sum([view._version for view in self._views], self.memory._version)
+
+    def unused(self) -> tuple[int, ...]:
+        """Return the shared parameters, by their place, that no pass has reached since ``zero``."""
+        pairs = zip(self._views[: self._num_tensors], self._versions, strict=False)
+        return tuple(at for at, (view, version) in enumerate(pairs) if view._version == version)
+
+    def mark_used(self, unused: Collection[int]) -> None:
+        """Count all shared parameters but these as reached: their sum was read from a file."""
+        for at in range(self._num_tensors):
+            if at not in unused:
+                self._versions[at] = -1
+
+    def hide_unused(self) -> None:
+        """Let the gradients of parameters that no pass has reached be None until ``zero``.
+
+        An optimizer then leaves them as they are, weight decay and momentum included.
+        """
+        for at in self.unused():
+            self._parameters[at].grad = None
 
     def _set_gradients(self) -> None:
         for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -81,14 +115,14 @@ class Accumulator:
         """
         if self._apart is None:
             self._apart = torch.zeros_like(self.memory)
-        own = self._views, self._addresses
+        own = self._views, self._addresses, self._versions
         try:
             self._use(self._apart)
             self._apart.zero_()
             yield self._apart
             self.check_views()
         finally:
-            self._views, self._addresses = own
+            self._views, self._addresses, self._versions = own
             self._set_gradients()
 
     def gradient_norm(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, seed_of
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
@@ -83,12 +84,12 @@ def add_micro_batch(
         MemoryError: an allocation failed; the vector is invalid.
         TaskError: the task breaks a rule.
     """
-    values_P, load = context.accumulator.values_P, context.load(positions)
+    accumulator, load = context.accumulator, context.load(positions)
     size = load if context.lengths is None else context.size(positions)
     context.memory.begin(load)
-    version = values_P._version
+    num_changes = accumulator.num_changes
     loss, weight, metrics = forward(plan, window, positions, context)
-    loss_value = checked_loss(loss, metrics, values_P, version)
+    loss_value = checked_loss(loss, metrics, accumulator, num_changes)
     backward(loss)
     context.clock.worked(size)
     return MicroBatchResult(
@@ -106,16 +107,18 @@ def add_micro_batch(
     )
 
 
-def checked_loss(loss: Tensor, metrics: Metrics, values_P: Tensor, version: int) -> float:
+def checked_loss(
+    loss: Tensor, metrics: Metrics, accumulator: Accumulator, num_changes: int
+) -> float:
     """Return a loss as a number, before its backward pass.
 
-    ``version`` is that of the vector before the forward pass.
+    ``num_changes`` is the accumulator's before the forward pass.
 
     Raises:
         NonFiniteLoss: nothing was added.
         TaskError: ``loss_sum`` changed the vector, or a metric is not finite.
     """
-    if values_P._version != version:
+    if accumulator.num_changes != num_changes:
         raise TaskError(
             "loss_sum changed the gradients of the model, and the sum so far is lost",
             remedy="leave zero_grad, backward and optimizers out of loss_sum",

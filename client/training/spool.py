@@ -88,7 +88,7 @@ class Spool:
 
         Its content is the accumulator's vector, or another.
         """
-        own = content or SummedVector(context.accumulator.memory)
+        own = content or SummedVector(context.accumulator)
         return SpooledWindow(self, plan, window, context, start_seconds, own)
 
     def remove_stale(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.messages import Step
 
@@ -35,23 +36,24 @@ class SpoolContent(Protocol):
 
 
 class SummedVector:
-    """The content of an exact sum: the accumulator's vector."""
+    """The content of an exact sum: the accumulator's vector, and the tensors without a gradient."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, accumulator: Accumulator) -> None:
+        self._accumulator = accumulator
 
     def tensors(self) -> list[Tensor]:
-        return [self._memory]
+        return [self._accumulator.memory]
 
     def plain(self) -> dict[str, Any]:
-        return {}
+        return {"unused": self._accumulator.unused()}
 
     def room(self, plain: Mapping[str, Any], num_values: int) -> Tensor:
-        check_room(self._memory.numel(), num_values)
-        return self._memory
+        check_room(self._accumulator.memory.numel(), num_values)
+        return self._accumulator.memory
 
     def take(self, plain: Mapping[str, Any], read: Tensor) -> None:
-        """Do nothing: the vector was read into its place."""
+        """Note which tensors have a gradient; the vector was read into its place."""
+        self._accumulator.mark_used(plain.get("unused", ()))
 
 
 def check_room(expected: int, num_values: int) -> None:

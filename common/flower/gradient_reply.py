@@ -9,6 +9,7 @@ checksum finds mistakes; it does not stop a client that lies.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -32,6 +33,8 @@ class GradientTag:
     is_reduction_seen: bool
     """Whether every loss ended in a sum that autograd's graph showed."""
     checksum: int
+    unused: tuple[int, ...] = ()
+    """The places of the trained parameters that no backward pass has reached."""
     is_difference: bool = False
     """Whether the arrays are weight x (parameters before - after) of local steps."""
 
@@ -44,6 +47,7 @@ def reply_content(
     weight: int,
     num_passes: int,
     is_reduction_seen: bool,
+    unused: Sequence[int] = (),
     is_difference: bool = False,
 ) -> RecordDict:
     """Return a reply's content: the arrays, the metrics and their tag."""
@@ -56,6 +60,7 @@ def reply_content(
             "is-reduction-seen": is_reduction_seen,
             "is-difference": is_difference,
             "checksum": checksum(arrays),
+            **({"unused": list(unused)} if unused else {}),
         }
     )
     return RecordDict({"arrays": arrays, "metrics": metrics, TAG: tag})
@@ -97,12 +102,16 @@ def read_tag(content: RecordDict, name: str) -> GradientTag | None:
     assert isinstance(num_passes, int)
     assert isinstance(is_seen, bool)
     assert isinstance(is_difference, bool)
+    unused = record.get("unused", [])
+    if not isinstance(unused, list) or not all(type(at) is int and at >= 0 for at in unused):
+        raise CorruptUpdate(f"{name}: the reply's tag has a field of another type")
     return GradientTag(
         layout=layout,
         weight=weight,
         num_passes=num_passes,
         is_reduction_seen=is_seen,
         checksum=crc,
+        unused=tuple(at for at in unused if type(at) is int),
         is_difference=is_difference,
     )
 

@@ -1,4 +1,4 @@
-"""Finiteness and norm of a whole vector, in one pass and without a copy.
+"""Finiteness, norm and zeros of a whole vector, in one pass and without a copy.
 
 ``torch.isfinite(v).all()`` and ``vector_norm(v, dtype=torch.float64)`` write copies: with 4.9
 million float32 they took 13 and 24 ms, where these functions take 0.8 and 2.5.
@@ -7,6 +7,7 @@ million float32 they took 13 and 24 ms, where these functions take 0.8 and 2.5.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,3 +27,14 @@ def squared_norm(values_P: Tensor) -> float:
     chunks = [values_P] if values_P.numel() <= CHUNK else torch.split(values_P, CHUNK)
     parts = (chunk.double() for chunk in chunks)
     return math.fsum(torch.dot(part, part).item() for part in parts)
+
+
+def zero_tensors(
+    values_P: Tensor, spans: Sequence[tuple[int, int]], among: Iterable[int]
+) -> tuple[int, ...]:
+    """Return which of the tensors ``among`` are zero throughout; tensor t is at ``spans[t]``.
+
+    A number that is no tensor's is left out.
+    """
+    known = [at for at in among if at < len(spans)]
+    return tuple(at for at in known if not values_P[slice(*spans[at])].any())

@@ -19,13 +19,18 @@ from headwater.common.task import MAX_METRICS
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"
 SUMMED_WEIGHT, SQUARED_NORM = "summed_weight", "squared_norm"
+NUM_ZERO = "num_zero_tensors"
+"""The trained tensors whose gradient is zero throughout, though a loss used them.
+
+If no device has one, a tensor that is zero in the opened sum was used by no loss.
+"""
 CLIP_BIT = "clip_bit"
 """A private device's bit on the clip norm (``common.privacy.clip_bit``)."""
 METRIC, NOISE = "metric.", "noise."
 NOISE_PARTS = ("measured_weight", "variance", "sum_variance", "squared_gradient")
 
 POSITIVE = {WEIGHT, NUM_EXAMPLES, SUMMED_WEIGHT}
-NON_NEGATIVE = {NUM_CLIPPED, NUM_REFUSED, SQUARED_NORM, NOISE + "measured_weight"}
+NON_NEGATIVE = {NUM_CLIPPED, NUM_REFUSED, NUM_ZERO, SQUARED_NORM, NOISE + "measured_weight"}
 """Sums that are used as divisors, or whose square root is taken."""
 
 # The rest of MAX_SCALARS is for the numbers of every session, including weight and clips.
@@ -34,6 +39,7 @@ assert MAX_METRICS == MAX_SCALARS - 16
 # Per unit of weight. With a loss above e^13, or a squared norm above 2^20, training has diverged.
 MAX_LOSS = 2.0**20
 MAX_SQUARE = 2.0**20
+MAX_TENSORS = 1 << 24
 
 
 def bounds_of(
@@ -48,13 +54,14 @@ def bounds_of(
         # The weight that an update was summed over, before dataset weighting scaled it.
         SUMMED_WEIGHT: max(weight, float(max_examples)),
         SQUARED_NORM: MAX_SQUARE * weight * weight,
+        NUM_ZERO: float(MAX_TENSORS),
         **{NOISE + part: MAX_SQUARE * weight for part in NOISE_PARTS},
         **{METRIC + name: MAX_LOSS * weight for name in metrics},
     }
 
 
 def numbers_of(
-    report: UpdateReport, *, noise: NoiseSums, squared_norm: float
+    report: UpdateReport, *, noise: NoiseSums, squared_norm: float, num_zero: int
 ) -> dict[str, float | int]:
     """Return the numbers that a device masks; a bit on the clip norm is masked as +1 or -1."""
     bit = report.clip_bit
@@ -66,6 +73,7 @@ def numbers_of(
         NUM_REFUSED: report.num_refused,
         SUMMED_WEIGHT: sum(step.weight for step in report.steps),
         SQUARED_NORM: squared_norm,
+        NUM_ZERO: num_zero,
         **{NOISE + part: getattr(noise, part) for part in NOISE_PARTS},
         **{METRIC + name: value for name, value in report.metric_sums.items()},
     }
@@ -73,7 +81,7 @@ def numbers_of(
 
 def numbers_of_nothing(*, num_refused: int) -> dict[str, float | int]:
     """Return the numbers of an update of weight 0; ``num_refused`` examples were left out."""
-    names = (LOSS, SUMMED_WEIGHT, SQUARED_NORM, *(NOISE + part for part in NOISE_PARTS))
+    names = (LOSS, SUMMED_WEIGHT, SQUARED_NORM, NUM_ZERO, *(NOISE + part for part in NOISE_PARTS))
     counts = {WEIGHT: 0, NUM_EXAMPLES: 0, NUM_REFUSED: num_refused}
     return {**counts, **dict.fromkeys(names, 0.0)}
 

@@ -26,7 +26,8 @@ class RoundSum:
     are the clients whose updates are included. ``num_refused`` counts the examples that these
     clients left out. ``num_clipped`` counts the values that a fixed-point range cut off; None
     without masking. ``bit_sum`` is the sum of the clients' bits on the clip norm with its noise;
-    None if the clip norm does not follow them.
+    None if the clip norm does not follow them. ``unused`` are the places of the trained tensors
+    that no client's loss used: their gradient is None in a plain loop, and not zero.
     """
 
     names: tuple[str, ...]
@@ -40,11 +41,20 @@ class RoundSum:
     num_refused: float = 0
     num_clipped: int | None = None
     bit_sum: float | None = None
+    unused: tuple[int, ...] = ()
 
     @property
     def loss(self) -> float:
         """The mean loss per unit of weight."""
         return self.loss_sum / self.weight
+
+
+def in_all(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the numbers that are in each of these sets, rising; none of no set."""
+    first = sets[0] if sets else ()
+    if all(one == first for one in sets):
+        return tuple(first)
+    return tuple(sorted(frozenset(first).intersection(*sets)))
 
 
 def added_sums(sums: Sequence[RoundSum], times: Sequence[int]) -> RoundSum:
@@ -75,6 +85,7 @@ def added_sums(sums: Sequence[RoundSum], times: Sequence[int]) -> RoundSum:
         noise=None,
         num_refused=sum(one.num_refused for one in sums),
         num_clipped=sum(one.num_clipped or 0 for one in sums),
+        unused=in_all([one.unused for one in sums]),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -101,11 +101,14 @@ class ServerOptimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @without_dynamo()
-    def step(self, mean_P: Tensor, factor: float = 1.0) -> float:
+    def step(self, mean_P: Tensor, factor: float = 1.0, *, unused: Sequence[int] = ()) -> float:
         """Take one step along a mean gradient [P], advance the schedule, and return the rate used.
 
-        That is the schedule's rate times ``factor``, for this step alone: schedules compute their
-        next rate from the last one, and must not see it.
+        The tensors ``unused``, by their place, have no gradient: an optimizer of torch leaves them
+        as they are, where it would move one with a gradient of zero (weight decay, momentum). A
+        server rule sees zeros. The rate used is the schedule's
+        times ``factor``, for this step alone: schedules compute their next rate from the last one,
+        and must not see it.
 
         Raises:
             SettingsError: the schedule is at its end (OneCycleLR has a total of steps).
@@ -113,6 +116,9 @@ class ServerOptimizer:
         """
         for parameter, (start, end) in zip(self._parameters, self._spans, strict=True):
             parameter.grad = mean_P[start:end].view(parameter.shape)
+        if not isinstance(self._optimizer, RuleOptimizer):
+            for at in unused:
+                self._parameters[at].grad = None
         with self._rates_times(factor):
             used = self.learning_rate
             with self._running():

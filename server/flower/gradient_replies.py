@@ -53,8 +53,8 @@ class ReplyReader:
         self._weight_key = weight_key
         self._has_warned = False
 
-    def read(self, reply: Message, name: str) -> tuple[MetricRecord, int]:
-        """Copy a reply's sums into ``values_P``; return its metrics and its weight.
+    def read(self, reply: Message, name: str) -> tuple[MetricRecord, GradientTag]:
+        """Copy a reply's sums into ``values_P``; return its metrics and its tag.
 
         Raises:
             UpdateRefused: the client failed, or the reply is malformed.
@@ -97,7 +97,7 @@ class ReplyReader:
                 "go unnoticed: see docs/flower.md",
                 name,
             )
-        return metric_record, tag.weight
+        return metric_record, tag
 
     def _untagged(self, arrays: ArrayRecord, name: str) -> HeadwaterError:
         """Return the error that says what an untagged reply has."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -41,10 +41,12 @@ from headwater.common.model.local_parameters import by_all_names
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import load_tensors, tensors_of
+from headwater.common.model.vectors import zero_tensors
 from headwater.common.settings import schema as settings
 from headwater.common.settings.fields import Scalar
 from headwater.common.system.printable import printable, printable_name
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.round_reports import in_all
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.flower.gradient_replies import ReplyReader
 
@@ -134,6 +136,8 @@ class SumOfGradients(FedAvg):
         self._sent: ArrayRecord | None = None
         self._sends_trained_alone = False
         self._num_invited = 0
+        self._unused: list[Sequence[int]] = []
+        """The parameters that each reply's losses did not use."""
         self._warned_of: set[str] = set()
 
     def summary(self) -> None:
@@ -229,6 +233,7 @@ class SumOfGradients(FedAvg):
         self._sum.open(
             num_clients=self._num_invited, planned_weight=self._num_invited * FIRST_WEIGHT
         )
+        self._unused = []
         metrics: list[MetricRecord] = []
         refused: list[HeadwaterError] = []
         for reply in replies:
@@ -243,7 +248,9 @@ class SumOfGradients(FedAvg):
             self._end_if_converted_wrongly(refused)
             return None, None
         weight = self._sum.weight
-        self._optimizer.step(self._sum.close())
+        mean_P = self._sum.close()
+        unused = zero_tensors(mean_P, self._image.layout.spans, in_all(self._unused))
+        self._optimizer.step(mean_P, unused=unused)
         self._sent = self._arrays()
         means = self._mean_metrics(metrics)
         means[self.weighted_by_key], means[NUM_REFUSED] = weight, len(refused)
@@ -263,10 +270,11 @@ class SumOfGradients(FedAvg):
         Raises:
             HeadwaterError: see ``ReplyReader.read``; nothing of the reply was added.
         """
-        metrics, weight = self._replies.read(reply, name)
+        metrics, tag = self._replies.read(reply, name)
         self._sum.check(self._replies.values_P, name=name)
-        self._sum.fold(self._replies.values_P, weight)
-        return MetricRecord({**metrics, self.weighted_by_key: weight})
+        self._sum.fold(self._replies.values_P, tag.weight)
+        self._unused.append(tag.unused)
+        return MetricRecord({**metrics, self.weighted_by_key: tag.weight})
 
     def _end_if_converted_wrongly(self, refused: list[HeadwaterError]) -> None:
         """Raise the first refusal that is the app's own fault, if no round has had a step yet."""

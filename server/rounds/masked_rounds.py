@@ -17,6 +17,8 @@ import torch
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import RoundAborted
 from headwater.common.messages import Plan
+from headwater.common.model.vectors import zero_tensors
+from headwater.common.secagg.masked_numbers import NUM_ZERO
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
@@ -202,11 +204,16 @@ class MaskedRounds:
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
-        done, self._encoding = decode_sum(sums.total(), self._encoding, room=room)
+        total = sums.total()
+        done, self._encoding = decode_sum(total, self._encoding, room=room)
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
             cohort.coding.positions(num_values).scatter_add(done.mean_P, mean_P)
-            done = replace(done, mean_P=mean_P)
+            return replace(done, mean_P=mean_P)
+        if total.numbers[NUM_ZERO] == 0:  # see there; a rotation leaves no tensor at zero
+            spans = self.image.layout.spans
+            unused = zero_tensors(done.mean_P, spans, range(len(spans)))
+            done = replace(done, unused=unused)
         return done
 
     def to_json(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import HeldUpdates
 from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight
 from headwater.server.aggregation.robust_rules import scaled_to
-from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns, in_all
 from headwater.server.fleet import (
     Answer,
     BranchSum,
@@ -88,6 +88,8 @@ class OpenRound:
         self._batches: list[ReportBatch] = []
         self._batch_norms: list[Sequence[float] | None] = []
         """Of each batch that arrived as one sum."""
+        self._unused: list[Sequence[int]] = []
+        """The tensors that each update's losses did not use, or those of each batch."""
         self._total = total
         self._max_weight = max_weight_per_example
         self._owned = owned
@@ -109,6 +111,11 @@ class OpenRound:
     def weight(self) -> int:
         """The weight of all accepted updates, each counted once."""
         return sum(chain.from_iterable(part.sent_weight for part in self.columns))
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The places of the trained tensors that no accepted update's loss used."""
+        return in_all(self._unused)
 
     @property
     def columns(self) -> Sequence[ReportColumns]:
@@ -176,6 +183,7 @@ class OpenRound:
             return
         self.accepted[report.name] = report
         self._reports.append(report)
+        self._unused.append(report.unused)
         if report.clip_bit is not None:
             self.clip_bits.append(report.clip_bit)
 
@@ -197,6 +205,7 @@ class OpenRound:
                 taken.append(at)
             except UpdateRefused as error:
                 self._refuse_updates([name], error)
+        self._unused.append(reports.unused)
         if len(taken) == len(columns.names):
             self._batches.append(reports)
             self.accepted |= zip(columns.names, reports, strict=True)
@@ -256,6 +265,7 @@ class OpenRound:
         self.accepted |= zip(columns.names, batch.reports, strict=True)
         self._batches.append(batch.reports)
         self._batch_norms.append(batch.reports.norms_per_weight)
+        self._unused.append(batch.reports.unused)
 
     def _take_branch(self, branch: BranchSum) -> None:
         """Add an aggregator's sum; what it says of its devices is checked as if they said it.
@@ -287,6 +297,7 @@ class OpenRound:
         self.outliers += branch.outliers
         self.accepted |= {report.name: report for report in branch.reports}
         self._reports += branch.reports
+        self._unused += [report.unused for report in branch.reports]
         self.clip_bits += branch.clip_bits
 
     def branch_sum(self, name: str) -> BranchSum:

@@ -18,7 +18,7 @@ from headwater.common.errors import Diverged, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
-from headwater.common.model.vectors import all_finite, squared_norm
+from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
 from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
@@ -256,6 +256,9 @@ class Training:
             noise=total(opened.noise) if held is None and opened.has_one_model else None,
             bit_sum=bit_sum,
         )
+        # What a codec or a private round's noise has moved is stepped as any other.
+        unused = zero_tensors(done.mean_P, self.image.layout.spans, opened.unused)
+        done = replace(done, unused=unused)
         reports = {} if self.privacy is not None else opened.accepted
         correct_steps(done, opened.plans, reports, opened.times)
         return done
@@ -309,6 +312,7 @@ class Training:
         rate = self.optimizer.step(
             done.mean_P,
             rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
+            unused=done.unused,
         )
         if not all_finite(self.image.values_P):
             raise Diverged(

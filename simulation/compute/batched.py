@@ -22,7 +22,7 @@ from headwater.common.compression.model_difference import SentModel
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
-from headwater.common.model.vectors import all_finite
+from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
 from headwater.simulation.compute.device_sums import JointSums
 from headwater.simulation.compute.dry_run import predict_round
@@ -95,7 +95,15 @@ class BatchedCompute:
             self._at_once = int(min(max(PASS_BYTES / memory_line.each, 1), MAX_AT_ONCE))
         self._max_vectors = VECTORS_BYTES // (4 * trainer.image.layout.num_parameters)
         self._layers: LinearLayers | None = None
-        loss, rows = check_sums(trainer, devices.identity(first), self._model, self._examples)
+        loss, rows, unused = check_sums(
+            trainer, devices.identity(first), self._model, self._examples
+        )
+        if unused and (with_norms or devices.settings.local.is_on):
+            name = trainer.image.layout.trainable[unused[0]].name
+            raise UnsupportedBatch(
+                f"no loss uses {name}, and without a pass of its own a device cannot tell that "
+                f"from a gradient of zero"
+            )
         if devices.settings.local.is_on:
             self._steps = self._checked_steps(rows)
             return
@@ -225,13 +233,20 @@ class BatchedCompute:
                 log.info("%d devices are computed one by one: %s", len(block), reason)
                 return None, rest + list(block.clients)
             bad = reports.is_not_finite
-            if not bad.any() and not all_finite(values_P):
+            if not bad.any() and not (all_finite(values_P) and self._is_known(values_P)):
                 bad[:] = True
             if not bad.any():
                 return UpdateBatch(values_P=values_P, reports=reports), rest
             rest += [block.clients[at] for at in np.flatnonzero(bad).tolist()]
             block = block.some(np.flatnonzero(~bad))
         return None, rest
+
+    def _is_known(self, values_P: Tensor) -> bool:
+        """Whether the passes tell a gradient of zero from none at all; if not, devices' own do."""
+        if not self._with_norms and self._steps is None:
+            return True
+        spans = self._devices.trainer.image.layout.spans
+        return not zero_tensors(values_P, spans, range(len(spans)))
 
     def _sum(self, columns: RoundColumns) -> tuple[Tensor, CohortReports]:
         """Return the sum of a block's vectors [P], in float64, and its devices' reports."""
@@ -260,9 +275,9 @@ class BatchedCompute:
         )
         model, accumulator = self._model, self._devices.trainer.accumulator
         if not self._with_norms:
-            values_P, sums = sum_gradients(model, accumulator, block)
+            values_P, sums, unused = sum_gradients(model, accumulator, block)
             joint = JointSums(planned=columns, rows=sums, is_ordered=False)
-            return values_P, CohortReports(planned=columns, sums=joint)
+            return values_P, CohortReports(planned=columns, sums=joint, unused=unused)
         if self._layers is None:
             values_P, sums, norms = sum_with_norms(model, block)
         else:

@@ -23,6 +23,7 @@ from headwater.client.training.sampler import Window
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Plan, Update
+from headwater.server.aggregation.round_reports import in_all
 from headwater.server.fleet import Dropout, UpdateSeries
 from headwater.simulation.compute.dry_run import foreseen_alone, next_window
 from headwater.simulation.compute.report_columns import CohortReports
@@ -113,8 +114,13 @@ class OneByOne:
         self._devices.trainer.checkpointed.set_up(planned.clients[0].name)
         found = self._passes.sum(planned, positions, accumulators)
         vectors = [accumulator.values_P for accumulator in accumulators]
+        done = zip(accumulators, found.has_failed.tolist(), strict=False)
         reports = CohortReports(
-            planned=planned, sums=found.sums, norms=found.norms, are_summed=False
+            planned=planned,
+            sums=found.sums,
+            norms=found.norms,
+            unused=in_all([accumulator.unused() for accumulator, failed in done if not failed]),
+            are_summed=False,
         )
         if not found.has_failed.any():
             yield UpdateSeries(vectors=vectors, reports=reports)

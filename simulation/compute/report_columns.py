@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headwater.common.messages import Step, StopReason, Vitals
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_noise
-from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns, in_all
 from headwater.server.fleet import ReportBatch
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.device_sums import DeviceSums, StepSums
@@ -34,13 +34,15 @@ class CohortReports(ReportBatch):
     ``norms`` [S] is the norm of a device's vector after each of its steps, or of each local step's
     own sum, at least where a real device measures it; None if none was computed.
     ``update_norms`` [D] are those of the updates after local steps; None for exact sums, whose last
-    norm it is. ``are_summed`` says whether the vectors come as one sum.
+    norm it is. ``unused`` are the tensors that none of the devices' losses used. ``are_summed``
+    says whether the vectors come as one sum.
     """
 
     planned: RoundColumns
     sums: DeviceSums
     norms: Floats | None = None
     update_norms: Floats | None = None
+    unused: tuple[int, ...] = ()
     are_summed: bool = True
 
     @property
@@ -192,6 +194,7 @@ class CohortReports(ReportBatch):
             planned=RoundColumns.joined([part.planned for part in parts]),
             sums=StepSums.joined([one for one in sums if isinstance(one, StepSums)]),
             norms=np.concatenate([one for one in norms if one is not None]),
+            unused=in_all([part.unused for part in parts]),
         )
 
     def __len__(self) -> int:
@@ -286,6 +289,10 @@ class ReportView:
     @property
     def local_steps(self) -> int:
         return int(self._of.planned.num_local_steps[self._at])
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        return self._of.unused
 
     @property
     def num_windows(self) -> int:

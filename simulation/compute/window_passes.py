@@ -165,13 +165,13 @@ class WindowPasses:
         for number, batch in enumerate(batches):
             if seeds:
                 torch.default_generator.manual_seed(seeds[number])
-            version = values_P._version
+            num_changes = accumulator.num_changes
             if is_narrow:
                 with torch.autocast("cpu", torch.bfloat16):
                     loss, weight, metrics = loss_sum(task, model, batch)
             else:
                 loss, weight, metrics = loss_sum(task, model, batch)
-            value = checked_loss(loss, metrics, values_P, version)
+            value = checked_loss(loss, metrics, accumulator, num_changes)
             backward(loss)
             # The gradient noise follows from the norms after the first step with weight, and after
             # the last.

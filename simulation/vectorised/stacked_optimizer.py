@@ -64,3 +64,20 @@ def steps_each_row_alone(terms: LocalTerms, *, rate: float) -> bool:
                 optimizer.step()
     expected = torch.stack([parameter.detach().flatten() for parameter in alone])
     return torch.allclose(together, expected, rtol=TOLERANCE, atol=TOLERANCE * rate)
+
+
+def moves_without_gradient(terms: LocalTerms, *, rate: float) -> bool:
+    """Return whether a gradient of zero moves a parameter, now or later, that None would leave.
+
+    Weight decay does, and so do momentum and Adam's memory.
+    """
+    found = []
+    for second in (torch.zeros(2), None):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = local_optimizer(terms, [parameter], rate=rate)
+        with without_dynamo():
+            for gradient in (torch.ones(2), second, torch.ones(2)):
+                parameter.grad = gradient
+                optimizer.step()
+        found.append(parameter.detach())
+    return not torch.equal(*found)

@@ -24,6 +24,7 @@ from headwater.common.task import loss_sum
 from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
 from headwater.simulation.vectorised.passes import tolerance_of
 from headwater.simulation.vectorised.round_columns import (
+    Bools,
     Floats,
     Ints,
     RoundColumns,
@@ -33,6 +34,7 @@ from headwater.simulation.vectorised.round_columns import (
 from headwater.simulation.vectorised.stacked_model import StackedModel
 from headwater.simulation.vectorised.stacked_optimizer import (
     StackedOptimizer,
+    moves_without_gradient,
     steps_each_row_alone,
 )
 from headwater.simulation.vectorised.task_sums import ExampleSums, ScatteredSums
@@ -81,6 +83,8 @@ class StackedSteps:
                 f"the local optimizer {terms.optimizer} computes with a whole tensor at once"
             )
         self._terms, self._rate = terms, rate
+        # The proximal term uses every parameter.
+        self._must_know_zeros = not terms.proximal and moves_without_gradient(terms, rate=rate)
         self._trainer, self._examples = trainer, examples
         self._model = StackedModel(
             trainer.task, trainer.image, examples, takes_batches=takes_batches
@@ -148,6 +152,8 @@ class StackedSteps:
                 added = self._add(stack, at, pieces, precision)
                 weights_R[torch.from_numpy(at), 0] += torch.from_numpy(added).float()
             gradients_RP = stack.gradients_RP[:num_rows].div_(weights_R)
+            if self._must_know_zeros:
+                stack.is_unknown[:num_rows] |= self._has_zeros(gradients_RP)
             if self._terms.proximal:
                 moved_RP = stack.values_RP[:num_rows] - start_P
                 gradients_RP.add_(moved_RP, alpha=self._terms.proximal)
@@ -174,6 +180,16 @@ class StackedSteps:
         weights: Floats = np.where(mask, sums.weight, 0.0).sum(1)
         return weights
 
+    def _has_zeros(self, gradients_RP: Tensor) -> Bools:
+        """Return the rows in which a tensor's gradient is zero, or None: the pass does not tell."""
+        spans = [span for span in self._trainer.image.layout.spans if span[1] > span[0]]
+        starts = torch.tensor([start for start, _ in spans])
+        found = np.zeros(len(gradients_RP), dtype=np.bool_)
+        maybe_RT = gradients_RP[:, starts] == 0
+        for at in torch.nonzero(maybe_RT.any(0)).flatten().tolist():
+            found |= ~gradients_RP[:, slice(*spans[at])].any(1).numpy()
+        return found
+
     def _updates(self, stack: _Stack, columns: RoundColumns, start_P: Tensor) -> StackedUpdates:
         sums, counts = stack.sums.joined(), columns.num_examples
         weights = np.add.reduceat(sums.weight, np.cumsum(counts) - counts)
@@ -189,11 +205,10 @@ class StackedSteps:
         moved_RP = torch.sub(start_P, stack.values_RP, out=stack.values_RP)
         values_DP = moved_RP[torch.from_numpy(np.argsort(stack.order))]
         values_DP.mul_(torch.tensor(factors).unsqueeze(1))
+        update_norms = torch.linalg.vector_norm(values_DP, dim=1).double().numpy()
+        update_norms[stack.order[stack.is_unknown]] = np.nan
         return StackedUpdates(
-            values_DP=values_DP,
-            sums=sums,
-            norms=stack.norms,
-            update_norms=torch.linalg.vector_norm(values_DP, dim=1).double().numpy(),
+            values_DP=values_DP, sums=sums, norms=stack.norms, update_norms=update_norms
         )
 
     def _length(self, num_steps: int) -> float:
@@ -205,7 +220,8 @@ class StackedSteps:
 class _Stack:
     """The devices of a block as rows, those with the most local steps first, and their sums.
 
-    ``order`` [R] has each row's device, and ``num_steps`` [R] its local steps. A local step's
+    ``order`` [R] has each row's device, and ``num_steps`` [R] its local steps; ``is_unknown`` [R]
+    are the rows whose device must be computed alone. A local step's
     examples are computed in pieces of at most ``most``: its first micro-batch, after which a device
     measures the norm, and all others together, for which a simulated device's memory is no limit.
     ``starts`` and ``sizes`` are those of the pieces in ``rows``, and ``measured`` the micro-batches
@@ -219,6 +235,7 @@ class _Stack:
         self.values_RP = start_P.repeat(len(columns), 1)
         self.gradients_RP = torch.zeros_like(self.values_RP)
         self.rows, self.sums = rows, ScatteredSums(len(rows))
+        self.is_unknown = np.zeros(len(columns), dtype=np.bool_)
         self.norms = np.full(len(columns.sizes), np.nan)
         first = columns.first_of_local_steps
         last = np.append(first[1:], len(columns.sizes)) - 1

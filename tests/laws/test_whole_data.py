@@ -49,7 +49,7 @@ def stepped() -> Tensor:
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter -= RATE * parameter.grad
+            parameter.sub_(parameter.grad, alpha=RATE)
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 

@@ -411,3 +411,40 @@ def test_arrays_that_were_copied_between_rounds_or_start_a_new_run_are_taken() -
     assert second is not None
     third, _ = one_round(strategy, grid, 1, ArrayRecord(new_model().state_dict()))
     assert third is not None
+
+
+class Spare(nn.Module):
+    """A network with a layer that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+
+def test_a_layer_that_no_loss_uses_stays_as_in_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    start, inputs = Spare(), torch.randn(6, 3)
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = Spare()
+        model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+        sums, own = GradientSum(model), inputs[2 * context.node_id :][:2]
+        sums.backward(model.used(own).square().sum(), 2)
+        return sums.reply(message)
+
+    strategy = SumOfGradients(
+        copy.deepcopy(start), optimizer="adamw", learning_rate=0.1, fraction_evaluate=0.0
+    )
+    result = strategy.start(AppGrid(app), ArrayRecord(start.state_dict()), num_rounds=3)
+    found = result.arrays.to_torch_state_dict()
+
+    optimizer = torch.optim.AdamW(start.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (start.used(inputs).square().sum() / 6).backward()
+        optimizer.step()
+    for name, expected in start.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6)
+    assert torch.equal(found["spare.weight"], start.spare.weight)
