@@ -100,6 +100,23 @@ class ServerOptimizer:
         """The schedule's rate for the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the schedule's rate is 0, so that the next step moves no parameter.
+
+        An optimizer or rule of the user's own may move them without a rate.
+        """
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return self._scheduler is not None and not self._is_users and not any(rates)
+
+    def pass_step(self) -> None:
+        """Advance the schedule without a step.
+
+        Raises:
+            SettingsError: the schedule is at its end.
+        """
+        advance(self._scheduler, 1)
+
     @without_dynamo()
     def step(self, mean_P: Tensor, factor: float = 1.0, *, unused: Sequence[int] = ()) -> float:
         """Take one step along a mean gradient [P], advance the schedule, and return the rate used.

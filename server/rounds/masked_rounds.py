@@ -54,6 +54,8 @@ class MaskedRounds:
     """Whether the sums of the last round told more about which client masks false numbers."""
     version_tried: int | None = None
     """The last model at which clients were ready to mask in this run."""
+    summed_at: bytes | None = None
+    """The digest of the last model at which a session of this run was opened."""
     publish: Callable[[], None] = lambda: None
     """Called when a session's number is stored, before it is used."""
     seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -66,6 +68,15 @@ class MaskedRounds:
     _encoding: EncodingState = field(default_factory=EncodingState)
     _suspicion: group_testing.Suspicion = field(default_factory=group_testing.Suspicion)
     _sessions: SessionNumbers | None = None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the model is still that of the last session: the step since moved nothing.
+
+        Two sums of one example at one model differ by the dropouts, so devices mask it once there,
+        whatever number the server gives the model.
+        """
+        return self.summed_at is not None and self.summed_at == self.image.digest
 
     def note_sent(self, version: int, *, oldest: int) -> None:
         """Note the digest of the model that plans are sent with; forget those before ``oldest``.
@@ -206,6 +217,7 @@ class MaskedRounds:
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
         total = sums.total()
         done, self._encoding = decode_sum(total, self._encoding, room=room)
+        self.summed_at = model_digest
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
             cohort.coding.positions(num_values).scatter_add(done.mean_P, mean_P)
@@ -219,12 +231,15 @@ class MaskedRounds:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""
         suspicion = group_testing.to_json(self._suspicion)
-        return {**self._encoding.to_json(), "suspicion": suspicion}
+        summed_at = None if self.summed_at is None else self.summed_at.hex()
+        return {**self._encoding.to_json(), "suspicion": suspicion, "summed_at": summed_at}
 
     def restore(self, row: Mapping[str, Any]) -> None:
         """Take the state that ``to_json`` gave; the initial state from an empty row."""
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
+        summed_at = row.get("summed_at")
+        self.summed_at = None if summed_at is None else bytes.fromhex(summed_at)
 
 
 def clients_by_model(names: Iterable[str], plans: Mapping[str, Plan]) -> dict[int, list[str]]:

@@ -53,6 +53,10 @@ RunRound = Callable[[Training, Fleet, Observer], RoundRow]
 NO_OBSERVER = Observers()
 
 
+class _ModelAtRest(Exception):
+    """Ends a masked run whose model does not change from round to round; it is no error."""
+
+
 def run(
     training: Training,
     fleet: Fleet,
@@ -116,7 +120,7 @@ def _run_rounds(
     run_round: RunRound,
 ) -> None:
     settings = training.settings
-    num_aborted = 0
+    num_aborted, is_passed = 0, False
     while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
@@ -127,9 +131,28 @@ def _run_rounds(
                 why,
             )
             return
+        if training.pass_round():
+            if not is_passed:
+                log.warning(
+                    "round %d is left out, as its learning rate is 0; so are those after it until "
+                    "the schedule raises the rate",
+                    training.round,
+                )
+            is_passed = True
+            continue
+        is_passed = False
         try:
             row = run_round(training, fleet, observer)
         except Drained:
+            return
+        except _ModelAtRest:
+            log.warning(
+                "the run ends after round %d%s: its last step changed no bit of the model (a "
+                "learning rate near 0, or gradients of 0), and its devices have masked what they "
+                "give to one model; more of it would tell the server more about them",
+                training.round,
+                "" if settings.num_rounds is None else f" of {settings.rounds}",
+            )
             return
         except RoundAborted as error:
             num_aborted += 1
@@ -304,8 +327,12 @@ def _note_masked(training: Training, opened: OpenRound, refusing: Sequence[str])
     """Note that clients were ready to mask at this model, or that none ever will be.
 
     Raises:
+        _ModelAtRest: too few are left for a session, and the model will not change without one.
         UpdateAlreadyMasked: all refuse, and no session of this run was the reason.
     """
+    num_left, needed = len(opened.plans) - len(refusing), training.settings.num_clients_needed
+    if refusing and num_left < needed and training.masked.is_at_rest:
+        raise _ModelAtRest
     if opened.ready:
         training.masked.version_tried = training.round
         return

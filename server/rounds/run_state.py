@@ -331,6 +331,20 @@ class Training:
             noise_scale=self.target.noise_scale.ratio,
         )
 
+    def pass_round(self) -> bool:
+        """Leave out a masked round whose step would move nothing; return whether it was left out.
+
+        Its devices would mask their examples at this model, and refuse them in the next round.
+        """
+        settings = self.settings
+        is_plain = settings.secure.aggregation == "off"
+        has_other_turns = settings.asynchronous.is_on or settings.num_rounds is None
+        if is_plain or has_other_turns or self.privacy is not None or not self.optimizer.is_paused:
+            return False
+        self.optimizer.pass_step()
+        self.round += 1
+        return True
+
     def check_criteria(self) -> None:
         """Check the criteria that end a run or keep models; see ``evaluation.check_criteria``."""
         evaluation.check_criteria(self.settings, self.task, self.image, self.test_examples)

@@ -113,12 +113,13 @@ def start_clients(
 
 def run(
     processes: Processes, *settings: object, task: str, flags: Sequence[Sequence[object]]
-) -> None:
-    """Run a server and devices to their end."""
+) -> Process:
+    """Run a server and devices to their end; return the server."""
     server = processes.server(*settings, "--min-clients", len(flags), task=task)
     clients = start_clients(processes, port_of(server), flags, task=task)
     for process in (server, *clients):
         process.succeed()
+    return server
 
 
 def wait_for_connections(server: Process, count: int) -> None:
@@ -280,6 +281,31 @@ def test_a_run_whose_devices_masked_their_examples_at_its_first_model_ends_and_s
         assert again.wait() == 1
         assert "UpdateAlreadyMasked: round 1: 3 clients masked most of" in again.text()
         assert "take another --seed" in again.text()
+
+
+@pytest.mark.parametrize(
+    ("rates", "words"),
+    [
+        (("--learning-rate", 1e-30), "the run ends after round 1 of 4: its last step changed no"),
+        (
+            ("--schedule", "PolynomialLR", "--schedule-argument", "total_iters=1"),
+            "round 2 is left out, as its learning rate is 0",
+        ),
+    ],
+)
+def test_a_run_whose_model_no_longer_changes_ends_in_order_with_its_model(
+    rates: tuple[object, ...], words: str, tmp_path: Path
+) -> None:
+    """Each device masks 600 of its 1,000 examples at the first model, and no more at it."""
+    task = write_orders_task(tmp_path)
+    (tmp_path / "open-1").touch()
+    work = ("--accumulation-steps", 75, "--micro-batch-size", 8, "--optimizer", "sgd")
+    settings = ("--rounds", 4, *work, *rates, *SEMI_HONEST)
+    with Processes(tmp_path) as processes:
+        server = run(processes, *settings, task=task, flags=[SEMI_HONEST] * 3)
+        assert words in server.text()
+    assert [row["round"] for row in rows(tmp_path / "out")] == [1]
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_round_goes_on_with_others_when_its_devices_masked_all_they_give_at_its_model(
