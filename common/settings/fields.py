@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.common.data.partition_spec import parse_rule
+from headwater.common.settings.metric_direction import Direction, direction_of
 from headwater.common.settings.weekly_hours import weekly
 
 # The commands that have a flag; a branch names them for its fields. `check` and `doctor` take every
@@ -53,7 +54,7 @@ def _check_partition(text: str) -> str:
 CRITERION = re.compile(r"(?:(min|max):)?([A-Za-z_][\w.@/-]*)")
 
 
-def split_criterion(text: str) -> tuple[str | None, str]:
+def split_criterion(text: str) -> tuple[Direction | None, str]:
     """Return the direction, "min", "max" or None, and the metric of ``min:NAME`` or ``NAME``.
 
     Raises:
@@ -62,11 +63,28 @@ def split_criterion(text: str) -> tuple[str | None, str]:
     found = CRITERION.fullmatch(text)
     if found is None:
         raise ValueError("expected the name of a metric, or min:NAME, or max:NAME")
-    return found[1], found[2]
+    given = found[1]
+    return ("min" if given == "min" else "max") if given else None, found[2]
+
+
+def direction(criterion: str) -> Direction:
+    """Return the direction that a criterion gives, or that of its metric's name.
+
+    Raises:
+        ValueError: it gives none, and the name does not tell.
+    """
+    given, name = split_criterion(criterion)
+    known = given or direction_of(name)
+    if known is None:
+        raise ValueError(
+            f"whether lower or higher values of {name} are better is not known: write min:{name} "
+            f"or max:{name}"
+        )
+    return known
 
 
 def _check_criterion(text: str) -> str:
-    split_criterion(text)
+    direction(text)
     return text
 
 

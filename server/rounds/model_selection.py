@@ -12,13 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headwater.common.errors import SettingsError, UnknownMetric
-from headwater.common.settings.fields import split_criterion
+from headwater.common.settings.fields import direction, split_criterion
 from headwater.common.settings.schema import EvaluationSettings
 
 DEFAULT_PATIENCE = 10
 TRAINING, HELD_OUT = "train_", "held_out_loss"
-# Metrics whose name ends so are minimised; every other one is maximised.
-LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +135,7 @@ def is_better(value: float, *, than: float | None, is_minimised: bool) -> bool:
 
 def is_minimised(criterion: str) -> bool:
     """Return whether lower values are better: as ``min:`` or ``max:`` says, else by the name."""
-    direction, name = split_criterion(criterion)
-    return name.endswith(LOWER_IS_BETTER) if direction is None else direction == "min"
+    return direction(criterion) == "min"
 
 
 def full_name(criterion: str, metrics: Collection[str]) -> str:

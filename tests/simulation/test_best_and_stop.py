@@ -76,7 +76,7 @@ def number_in(file: Path) -> float:
 
 
 def test_the_best_model_is_that_of_the_best_round_and_says_so(tmp_path: Path) -> None:
-    simulate(chosen(tmp_path, rounds=8, best="height"))
+    simulate(chosen(tmp_path, rounds=8, best="max:height"))
     assert number_in(tmp_path / BEST) == -PEAK
     assert number_in(tmp_path / MODEL) == -8
     record, _ = read_model(tmp_path / BEST)
@@ -100,7 +100,7 @@ def test_a_run_ends_in_order_when_the_metric_no_longer_improves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        simulate(chosen(tmp_path, stop_when="height", patience=3))
+        simulate(chosen(tmp_path, stop_when="max:height", patience=3))
     assert num_rounds(tmp_path) == PEAK + 3
     assert number_in(tmp_path / MODEL) == -(PEAK + 3)
     [message] = [each for each in caplog.messages if "stopped" in each]
@@ -110,7 +110,9 @@ def test_a_run_ends_in_order_when_the_metric_no_longer_improves(
 
 def test_patience_counts_evaluations_and_not_rounds(tmp_path: Path) -> None:
     """The heights of rounds 2, 4, 6 and 8 are -9, -1, -1 and -9: two evaluations bring nothing."""
-    simulate(chosen(tmp_path, stop_when="height", patience=2, best="height", every_rounds=2))
+    simulate(
+        chosen(tmp_path, stop_when="max:height", patience=2, best="max:height", every_rounds=2)
+    )
     assert num_rounds(tmp_path) == 8
     assert number_in(tmp_path / BEST) == -4
 
@@ -123,7 +125,7 @@ def test_the_training_loss_can_be_followed_without_test_examples(tmp_path: Path)
 def test_a_run_resumed_after_every_round_keeps_the_best_model_and_stops_at_the_same_round(
     tmp_path: Path,
 ) -> None:
-    follow: dict[str, Any] = {"best": "height", "stop_when": "height", "patience": 3}
+    follow: dict[str, Any] = {"best": "max:height", "stop_when": "max:height", "patience": 3}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     simulate(chosen(unbroken, rounds=9, **follow))
     for rounds in range(1, 10):
@@ -135,24 +137,24 @@ def test_a_run_resumed_after_every_round_keeps_the_best_model_and_stops_at_the_s
 def test_a_stopped_run_does_not_train_on_when_it_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    simulate(chosen(tmp_path, stop_when="height", patience=3))
+    simulate(chosen(tmp_path, stop_when="max:height", patience=3))
     before = (tmp_path / MODEL).read_bytes()
     caplog.clear()
-    simulate(chosen(tmp_path, stop_when="height", patience=3), resume=True)
+    simulate(chosen(tmp_path, stop_when="max:height", patience=3), resume=True)
     assert "a larger --patience with --resume goes on" in caplog.text
     assert (tmp_path / MODEL).read_bytes() == before
-    simulate(chosen(tmp_path, stop_when="height", patience=4), resume=True)
+    simulate(chosen(tmp_path, stop_when="max:height", patience=4), resume=True)
     assert num_rounds(tmp_path) == PEAK + 4
 
 
 def test_a_best_model_that_a_kill_kept_from_the_disk_is_written_on_resume(tmp_path: Path) -> None:
-    simulate(chosen(tmp_path, rounds=PEAK, best="height"))
+    simulate(chosen(tmp_path, rounds=PEAK, best="max:height"))
     (tmp_path / BEST).unlink()  # as if the kill came right after the checkpoint
-    simulate(chosen(tmp_path, rounds=PEAK + 1, best="height"), resume=True)
+    simulate(chosen(tmp_path, rounds=PEAK + 1, best="max:height"), resume=True)
     assert number_in(tmp_path / BEST) == -PEAK
 
 
-@pytest.mark.parametrize("follow", [{"best": "depth"}, {"stop_when": "min:depth"}])
+@pytest.mark.parametrize("follow", [{"best": "max:depth"}, {"stop_when": "min:depth"}])
 def test_a_metric_that_the_task_does_not_have_is_refused_before_the_first_round(
     tmp_path: Path, follow: dict[str, Any]
 ) -> None:
@@ -165,7 +167,7 @@ def test_a_metric_on_held_out_examples_that_never_appears_lists_those_that_do(
     tmp_path: Path,
 ) -> None:
     settings = chosen(
-        tmp_path, task="Untested", best="depth", on_devices=True, held_out_fraction=0.5
+        tmp_path, task="Untested", best="max:depth", on_devices=True, held_out_fraction=0.5
     )
     with pytest.raises(UnknownMetric, match="held_out_height, held_out_loss, train_height"):
         simulate(settings)
@@ -175,24 +177,24 @@ def test_a_round_in_which_no_device_tested_is_no_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A tenth of four examples is none."""
-    simulate(chosen(tmp_path, task="Untested", rounds=2, best="height", on_devices=True))
+    simulate(chosen(tmp_path, task="Untested", rounds=2, best="max:height", on_devices=True))
     assert not (tmp_path / BEST).exists()
     assert "round 2: no device has tested the model" in caplog.text
 
 
 def test_a_run_without_evaluation_names_the_flag_and_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="--best height needs an evaluation") as caught:
-        simulate(chosen(tmp_path, task="Untested", best="height"))
+    with pytest.raises(SettingsError, match="--best max:height needs an evaluation") as caught:
+        simulate(chosen(tmp_path, task="Untested", best="max:height"))
     assert "--evaluate-on-devices" in caught.value.remedy
 
 
 def test_a_best_model_needs_a_folder() -> None:
     with pytest.raises(SettingsError, match="--best keeps a file"):
-        simulate(chosen(None, best="height"))
+        simulate(chosen(None, best="max:height"))
 
 
 def test_the_last_round_of_a_stopped_run_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = chosen(None, stop_when="height", patience=3)
+    settings = chosen(None, stop_when="max:height", patience=3)
     with show_progress(settings) as (on_round, observer):
         run_engine(settings, on_round=on_round, resume=False, observer=observer)
     assert f"round {PEAK + 3:>2} of 20" in capsys.readouterr().out

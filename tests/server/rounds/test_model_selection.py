@@ -68,14 +68,44 @@ def test_the_best_round_is_the_first_with_the_best_number(
         ("rmse", True),
         ("accuracy", False),
         ("f1", False),
+        ("wer", True),
+        ("test_cer", True),
+        ("MAE", True),
+        ("nll", True),
+        ("bits", True),
+        ("ppl", True),
+        ("fid", True),
+        ("mape", True),
+        ("Brier", True),
+        ("brier_score", True),
+        ("wordErrorRate", True),
+        ("negative_log_likelihood", True),
+        ("log_likelihood", False),
+        ("top5_accuracy", False),
+        ("recall@10", False),
+        ("mAP", False),
+        ("R2", False),
+        ("macro/f1", False),
+        ("accuracy_per_class", False),
+        ("loss_per_token", True),
         ("max:loss", False),
         ("min:f1", True),
     ],
 )
-def test_a_loss_is_minimised_and_another_metric_maximised_unless_said_otherwise(
+def test_a_metric_s_direction_is_that_of_its_name_unless_said_otherwise(
     criterion: str, is_lower_better: bool
 ) -> None:
     assert is_minimised(criterion) == is_lower_better
+
+
+@pytest.mark.parametrize(
+    "name", ["height", "score", "neg_mse", "error_reduction", "win_rate", "entropy", "latency"]
+)
+def test_a_metric_of_unknown_direction_is_asked_for_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"write min:{name} or max:{name}"):
+        chosen(best=name)
+    with pytest.raises(ValueError, match=f"write min:{name} or max:{name}"):
+        chosen(stop_when=name)
 
 
 @given(st.lists(st.integers(0, 9).map(float) | st.just(NAN), max_size=30), st.integers(1, 5))
@@ -147,7 +177,7 @@ def test_a_metric_that_is_absent_once_changes_nothing() -> None:
 def test_a_name_is_checked_before_the_first_round() -> None:
     check_criteria(chosen(best="accuracy", stop_when="test_loss"), ["accuracy"])
     check_criteria(chosen(best="train_f1"), None)
-    check_criteria(chosen(best="anything", on_devices=True), None)
+    check_criteria(chosen(best="max:anything", on_devices=True), None)
     check_criteria(chosen(), None)
     with pytest.raises(UnknownMetric, match="metric f1; this run has test_accuracy, test_loss"):
         check_criteria(chosen(best="f1"), ["accuracy"])
