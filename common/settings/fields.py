@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.common.data.partition_spec import parse_rule
+from headwater.common.metric_direction import Direction, direction_of
 from headwater.common.settings.weekly_hours import weekly
-from headwater.common.stats.metric_direction import Direction, direction_of
 
 # The commands that have a flag; a branch names them for its fields. `check` and `doctor` take every
 # flag of the client, so that its command line can be examined as it is.
