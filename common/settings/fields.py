@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from headwater.common.data.metric_direction import Direction, direction_of
 from headwater.common.data.partition_spec import parse_rule
-from headwater.common.metric_direction import Direction, direction_of
 from headwater.common.settings.weekly_hours import weekly
 
 # The commands that have a flag; a branch names them for its fields. `check` and `doctor` take every
