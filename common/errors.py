@@ -11,8 +11,43 @@ a device also a remedy of the error's own.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# The system's refusals: what to do about each.
+
+SHARED_MEMORY = ("/dev/shm", "</torch_", "</psm_")  # how torch and Python name it in an error
+_FILES = "raise the limit of open files: `ulimit -n 65536` in this shell, LimitNOFILE= of a service"
+_SPACE = "free space on that disk (`df -h` and `df -i` show it), or name a folder on another one"
+_RIGHTS = "give this user the right: `ls -ld` of the file and its folders, then chmod or chown"
+
+_REMEDIES = {
+    errno.EMFILE: _FILES,
+    errno.ENFILE: "the machine has no more open files: stop some programs, or raise fs.file-max",
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: "the user's disk quota is used up: free space, or name a folder on another disk",
+    errno.EROFS: "the disk is read-only: name a folder on another one, or mount it writable",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EIO: "the disk fails: look into dmesg, and copy what is on it",
+}
+
+
+def system_remedy(text: str) -> str | None:
+    """Return what to do about a text that quotes the system; None if it quotes no such fault.
+
+    A full disk, a limit of open files or a missing right may show in a task's code, in torch, or in
+    another process's log: all quote the words of strerror(3).
+    """
+    found = next((number for number in _REMEDIES if os.strerror(number) in text), None)
+    if found == errno.ENOSPC and any(place in text for place in SHARED_MEMORY):
+        return (
+            "/dev/shm is full: remove what lies there, or enlarge it (`mount -o remount,size=2G "
+            "/dev/shm`; `--shm-size` of docker run); a DataLoader with num_workers=0 needs none"
+        )
+    return None if found is None else _REMEDIES[found]
 
 
 class HeadwaterError(Exception):
@@ -24,10 +59,12 @@ class HeadwaterError(Exception):
     """Whether the message may quote what must stay on the device: a path, a line of a file."""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        """Take the remedy as given, or that of a system's fault in the message, or the class's."""
         super().__init__(message)
         self.message = message
-        if remedy is not None:
-            self.remedy = remedy
+        own = system_remedy(message) if remedy is None else remedy
+        if own is not None:
+            self.remedy = own
 
     @property
     def code(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed
+from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, system_remedy
 from headwater.common.example_streams import as_examples
 from headwater.common.run_scope import object_named
 from headwater.common.task_spec import METHODS, find_task_class
@@ -131,13 +131,13 @@ def _not_opened(task: Task, data: Path | None, failed: TaskFailed) -> MissingDat
     """Return the error for an exception that ``train_examples`` raised; it names the data."""
     error, name = failed.__cause__, type(task).__name__
     assert error is not None  # see ``running``
-    if data is None and isinstance(error, MISSES_DATA):
+    if data is None and isinstance(error, MISSES_DATA) and system_remedy(str(error)) is None:
         return MissingData(
             f"no --data was given, and the task {name} found no data: {described(error)}",
             remedy="name a file or folder that the task reads with --data; headwater-simulate also "
             "takes one for each device, as in --data 'devices/*.csv'",
         )
-    if isinstance(error, OSError | ValueError):
+    if data is not None and isinstance(error, OSError | ValueError):
         return MissingData(f"the task {name} found no data in {data}: {described(error)}")
     on = "" if data is None else f" on {data}"
     return TaskFailed(f"train_examples failed{on}: {described(error)}", remedy=failed.remedy)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from headwater.common.bundled_examples import is_bundled
-from headwater.common.errors import UnknownTask
+from headwater.common.errors import UnknownTask, system_remedy
 from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def _remedy(error: BaseException, file: Path) -> str:
         return f"put an empty __init__.py beside {file.name}, or import without the dot"
     if isinstance(error, SystemExit):
         return 'put what the file runs as a script under `if __name__ == "__main__":`'
-    return "correct the file; -v shows the whole traceback"
+    return system_remedy(str(error)) or "correct the file; -v shows the whole traceback"
 
 
 def _remedy_of_missing(name: str, file: Path) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from headwater.common.errors import HeadwaterError, TaskFailed
+from headwater.common.errors import HeadwaterError, TaskFailed, system_remedy
 
 # In a working copy the package is a folder of links: a file has two paths.
 _ROOTS = {Path(__file__).parent.parent, Path(__file__).resolve().parent.parent}
@@ -137,7 +137,7 @@ def running(what: str, *, remedy: str = TASK_REMEDY) -> Iterator[None]:
     except Exception as error:
         raise TaskFailed(
             f"{what} failed: {described(error)}",
-            remedy=remedy,
+            remedy=system_remedy(str(error)) or remedy,
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from cryptography import x509
 
+from headwater.client.enrolment.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.common.errors import (
     AuthorityMismatch,
     CertificateProblem,
@@ -30,8 +31,8 @@ from headwater.common.transport.tls import split_address
 VERSION = 1
 TIMEOUT_SECONDS = 20.0
 MAX_ANSWER_BYTES = 32_768
-# X509_V_ERR_CERT_NOT_YET_VALID, _CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
-NOT_YET, EXPIRED, WRONG_HOST, WRONG_ADDRESS = 9, 10, 62, 64
+# X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+NOT_YET, EXPIRED = 9, 10
 
 
 def send_request(
@@ -64,7 +65,7 @@ def send_request(
                 secure.sendall(json.dumps({"version": VERSION, **request}).encode() + b"\n")
                 line = _read_line(secure)
     except ssl.SSLCertVerificationError as error:
-        raise _certificate_error(token, error) from error
+        raise _certificate_error(token, error, context) from error
     except (OSError, ValueError) as error:
         raise _connection_error(token, error, is_connected=is_connected) from error
     return _parse(line, token)
@@ -92,9 +93,11 @@ def _parse(line: bytes, token: JoinToken) -> tuple[dict[str, Any], float]:
     return answer, now
 
 
-def _certificate_error(token: JoinToken, error: ssl.SSLCertVerificationError) -> HeadwaterError:
+def _certificate_error(
+    token: JoinToken, error: ssl.SSLCertVerificationError, context: ssl.SSLContext
+) -> HeadwaterError:
     """Return why the server's certificate is not valid."""
-    host, _ = split_address(token.address)
+    host, port = split_address(token.address)
     if error.verify_code in (NOT_YET, EXPIRED):
         state = "is not valid yet" if error.verify_code == NOT_YET else "has expired"
         return ClockWrong(
@@ -103,12 +106,8 @@ def _certificate_error(token: JoinToken, error: ssl.SSLCertVerificationError) ->
             remedy="set this machine's clock; if it is right, the operator should run "
             "`headwater-server init` and restart the server",
         )
-    if error.verify_code in (WRONG_HOST, WRONG_ADDRESS):
-        return CertificateProblem(
-            f"the server's certificate is not for {host}",
-            remedy=f"the operator should run `headwater-server init --host {host}` and restart the "
-            "server",
-        )
+    if error.verify_code in OTHER_NAME:
+        return CertificateProblem(names_text(host, port, context), remedy=name_remedy(host))
     return AuthorityMismatch(
         f"{token.address} has no certificate of the token's authority: {error.verify_message}"
     )

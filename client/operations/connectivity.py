@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from cryptography import x509
 
+from headwater.client.enrolment.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.client.enrolment.signing_identity import check_enrolment, host_name
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.common.errors import HeadwaterError
@@ -75,7 +76,7 @@ def check_server(address: str, settings: Settings, *, has_tls: bool) -> Iterator
                 else note("link", answers, "a slow link: updates take long; see docs/install.md")
             )
             if has_tls:
-                yield check_handshake(plain, host, settings)
+                yield check_handshake(plain, host, port, settings)
     except ProxyRefused as error:
         yield fault("link", str(error), proxy_remedy(host))
     except OSError as error:
@@ -106,7 +107,7 @@ def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Fi
     )
 
 
-def check_handshake(plain: socket.socket, host: str, settings: Settings) -> Finding:
+def check_handshake(plain: socket.socket, host: str, port: int, settings: Settings) -> Finding:
     """Shake hands as the client does, and wait for the server's first bytes as its acceptance."""
     tls = settings.tls
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -124,6 +125,8 @@ def check_handshake(plain: socket.socket, host: str, settings: Settings) -> Find
                 return good("TLS", f"mutual, {version}; the server accepted this device")
             text = "the server closed the connection after the handshake"
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in OTHER_NAME:
+            return fault("TLS", names_text(host, port, context), name_remedy(host))
         text = f"the server's certificate is not valid for {host}: {error.verify_message}"
     except OSError as error:
         text = f"no handshake: {error.strerror or error}"

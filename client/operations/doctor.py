@@ -41,7 +41,7 @@ from headwater.client.operations.findings import Finding, fault, fault_of, good,
 from headwater.client.operations.task_check import measurements
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.errors import HeadwaterError, MissingData
+from headwater.common.errors import HeadwaterError, MissingData, system_remedy
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.weekly_hours import wall_of
@@ -61,6 +61,7 @@ USUAL_BYTES_PER_SECOND = 125_000.0
 # Linux adjtimex(2): the return value if NTP does not synchronise the clock.
 TIME_ERROR = 5
 TIMEX_BYTES = 256  # the structure has 208 on 64-bit machines
+TRIED_BYTES = 1 << 20  # written to the state folder; an empty file fits on a full disk
 
 
 def examine(settings: Settings, open_task: OpenTask) -> Iterator[Finding]:
@@ -168,14 +169,14 @@ def check_folders(client: ClientSettings) -> Iterator[Finding]:
             continue
         try:
             make_private_folder(folder)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(TRIED_BYTES))
             free = shutil.disk_usage(folder).free
         except OSError as error:
             yield fault(
                 "state",
                 f"{folder} cannot be written: {error.strerror}",
-                "run this as the user of the service, or name a folder with --state",
+                system_remedy(str(error)) or "name a folder with --state",
             )
         else:
             yield good("state", f"{folder}, {decimal(free)} free")

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Collection
 
+from headwater.client.enrolment.server_names import name_remedy
 from headwater.common.errors import ConnectionLost, CorruptUpdate
 from headwater.common.transport.proxy import proxy_of, proxy_remedy
 from headwater.common.transport.tls import split_address
@@ -100,12 +101,18 @@ class RetryPolicy:
         return seconds
 
     def hint(self, broken: ConnectionBroken) -> str | None:
-        """Return what to change if a proxy is in the way, or probably only one side uses TLS."""
+        """Return what to change, if the text tells: a proxy, other names, TLS on one side."""
         text = str(broken)
         if broken.had_contact:
             return None
         if proxied := [host for host in self._hosts if proxy_of(host) is not None]:
             return f"it goes through {proxy_of(proxied[0])}: {proxy_remedy(proxied[0])}"
+        if "Hostname Verification" in text:
+            names = " or ".join(self._hosts)
+            return (
+                "its certificate was made for other names, which `headwater-client doctor` lists: "
+                f"{name_remedy(names)}"
+            )
         if self._has_tls and "WRONG_VERSION_NUMBER" in text:
             return (
                 "the server may be without TLS: give it certificates (`headwater-server init`), or "

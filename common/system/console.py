@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
-from headwater.common.errors import HeadwaterError, TaskFailed
+from headwater.common.errors import HeadwaterError, StateError, TaskFailed, system_remedy
 from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
 from headwater.common.system.printable import printable, printable_lines
 from headwater.common.user_code import described, is_users, own_traceback, user_frames
@@ -61,11 +61,13 @@ def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
 def show_fault(error: Exception) -> int:
     """Print an exception that no error of ours names, and return the exit status.
 
-    If the user's own code raised it, only the user's lines are shown; else the traceback within
-    this project.
+    If the user's own code raised it, only the user's lines are shown. What the system refuses, such
+    as a full disk, is an error with its remedy; else the traceback within this project is shown.
     """
     if any(is_users(frame.filename) for frame in user_frames(error)):
         return show_error(TaskFailed(f"the task failed: {described(error)}"))
+    if isinstance(error, OSError) and system_remedy(str(error)) is not None:
+        return show_error(StateError(str(error)))
     text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
     stderr.print(Text(printable_lines(text)), soft_wrap=True, end="")
     stderr.print("this is a fault of headwater, not of your task: please report it", soft_wrap=True)

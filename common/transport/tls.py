@@ -99,10 +99,26 @@ def split_address(address: str) -> tuple[str, int]:
         SettingsError: the address is not HOST:PORT.
     """
     host, separator, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or "," in host or not port.isdecimal() or int(port) > 65_535:
-        raise SettingsError(f"expected HOST:PORT, found {address!r}")
+    is_host = bool(host) and (is_bracketed or ":" not in host) and not {*",/"} & {*host}
+    if not separator or not is_host or not port.isdecimal() or int(port) > 65_535:
+        raise SettingsError(
+            f"expected HOST:PORT, found {address!r}", remedy=_address_remedy(address)
+        )
     return host, int(port)
+
+
+def _address_remedy(address: str) -> str:
+    """Return how an address is written that looks like a URL or a bare IPv6 address."""
+    if "://" in address:
+        return "write the host and the port alone, as in river.example.org:8500"
+    host, _, port = address.rpartition(":")
+    if address.startswith("["):
+        return "write the port after the bracket, as in [::1]:8500"
+    if ":" in host and port.isdecimal():
+        return f"put an IPv6 address in brackets: [{host}]:{port}"
+    return "name both, as in river.example.org:8500"
 
 
 def split_addresses(text: str) -> tuple[str, ...]:

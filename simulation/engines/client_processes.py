@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from headwater.common.errors import ConnectionLost, error_of
+from headwater.common.errors import ConnectionLost, error_of, system_remedy
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import identities_of
@@ -120,10 +120,12 @@ class ClientProcesses:
         self._read_replies()
         for part in self._ended.keys() - self.dismissed:
             file = self._log_of(part)
+            last_line = _last_line(file)
+            todo = system_remedy(last_line) or "fewer --clients take less memory"
             raise ConnectionLost(
                 f"the process of device {self._identities.name(part)} "
-                f"{_describe(self._ended[part])}{_last_line(file)}",
-                remedy=f"see {file}; fewer --clients take less memory",
+                f"{_describe(self._ended[part])}{last_line}",
+                remedy=f"see {file}; {todo}",
             )
         if has_ended and not self._ended:
             file = self._folder / FORK_SERVER_LOG

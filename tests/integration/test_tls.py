@@ -228,6 +228,26 @@ def test_an_address_must_be_host_and_port(address: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        (":::8500", "[::]:8500"),
+        ("::1:8500", "[::1]:8500"),
+        ("fd00::1:8500", "[fd00::1]:8500"),
+        ("[::1]", "after the bracket"),
+        ("http://river.example.org", "the host and the port alone"),
+        ("http://river.example.org:8500", "the host and the port alone"),
+        ("river.example.org", "river.example.org:8500"),
+    ],
+)
+def test_an_address_in_another_form_is_refused_with_the_right_one(
+    address: str, remedy: str
+) -> None:
+    with pytest.raises(SettingsError) as found:
+        tls.split_address(address)
+    assert remedy in found.value.remedy
+
+
+@pytest.mark.parametrize(
     ("host", "expected"),
     [
         ("127.0.0.1", True),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.doctor import (
     FIRST_DAY,
     check_clock,
+    check_folders,
     check_hours,
     check_memory,
     check_room,
@@ -90,6 +93,22 @@ def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str
     )
     assert found.exit_code == 1
     assert faults(found) == {"task"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists() or os.geteuid() != 0, reason="it mounts a disk")
+def test_a_full_state_disk_is_a_fault(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(made, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        (found,) = check_folders(ClientSettings(state=disk))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert found.grade == "fault"
+    assert "free space" in found.remedy
 
 
 def test_an_unset_clock_is_a_fault_and_an_unsynchronised_one_a_note() -> None:
@@ -224,6 +243,17 @@ def test_another_authority_on_either_side_is_a_fault(tmp_path: Path) -> None:
     (others / "ca.pem").write_bytes((certs / "ca.pem").read_bytes())
     refused = looked_at(others, "pi", authority=certs)[-1]
     assert (refused.topic, refused.grade) == ("TLS", "fault")
+
+
+def test_a_server_certificate_made_for_other_names_is_a_fault_that_lists_them(
+    tmp_path: Path,
+) -> None:
+    make_folder(tmp_path, "pi", hosts=("river.example.org", "192.0.2.7"))
+    found = looked_at(tmp_path, "pi")[-1]
+    assert found.text == (
+        "the server's certificate is for river.example.org, 192.0.2.7, not for localhost"
+    )
+    assert "init --host localhost" in found.remedy
 
 
 def test_a_certificate_for_another_name_is_a_fault(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ TO_TLS = (
     "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
 )
 TO_PLAIN = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER"
+TO_OTHER_NAME = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
 TO_NOBODY = "Failed to connect to remote host: Connection refused"
 
 
@@ -26,12 +27,13 @@ TO_NOBODY = "Failed to connect to remote host: Connection refused"
     [
         (TO_TLS, False, "the server may want TLS: --tls-ca"),
         (TO_PLAIN, True, "the server may be without TLS"),
+        (TO_OTHER_NAME, True, "its certificate was made for other names"),
         (TO_NOBODY, False, None),
         (TO_NOBODY, True, None),
         (TO_TLS, True, None),
     ],
 )
-def test_a_client_that_differs_from_its_server_in_tls_is_told(
+def test_a_client_that_differs_from_its_server_in_tls_is_told_what_to_change(
     text: str, has_tls: bool, hint: str | None
 ) -> None:
     broken = ConnectionBroken(text, had_contact=False)
