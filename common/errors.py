@@ -107,6 +107,9 @@ class MissingColumn(SettingsError):
     """The examples do not have the labels, or the column, that a partition needs."""
     is_private = True  # the message quotes the task's own exception
     remedy = "give the task a method columns(examples) that returns it by name, see docs/data.md"
+class UnsupportedFlower(SettingsError):
+    """The installed Flower lacks a private part of its own that this project uses."""
+    remedy = "install a Flower that headwater was tried with: pip install 'flwr>=1.41,<1.45'"
 class NoSuchPartition(SettingsError):
     """There are too few examples, labels or values to partition the data set as requested."""
     remedy = "ask for fewer devices, or for another --partition (docs/data.md)"

@@ -46,7 +46,7 @@ class AppGrid(HeadwaterGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         raise NotImplementedError
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         raise NotImplementedError
 
     def send_and_receive(

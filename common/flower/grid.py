@@ -5,11 +5,17 @@ a time. Flower builds a ``Message`` only inside a run: the process-wide ``TaskId
 set, and every message needs an id. ``tests/common/flower/test_grid.py`` names each private part.
 """
 
+# ruff: noqa: E402
+# Flower is imported after its variables are set, and after the check that it has these parts.
+
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,17 +24,49 @@ from uuid import uuid4
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
+from headwater.common.compression.model_difference import FindDifference
+from headwater.common.errors import HeadwaterError, UnsupportedFlower
+from headwater.common.messages import DescribeRequest
+from headwater.common.model.parameters import ModelImage
+
+PRIVATE_PARTS = (
+    ("flwr.common.constant", "ErrorCode.UNKNOWN"),
+    ("flwr.supercore.run", "Run.create_empty"),
+    ("flwr.supercore.task_identity", "TaskIdentity.run_id"),
+)
+"""What no document of Flower's promises, by module and name; each is looked for at the import."""
+OF_RAY = (
+    ("flwr.simulation.run_simulation", "_run_simulation"),
+    ("flwr.supercore.telemetry", "EventType.PYTHON_API_RUN_SIMULATION_LEAVE"),
+)
+"""The same for ``simulate_on_ray``: to import these takes a second."""
+
+
+def check_flower(parts: Iterable[tuple[str, str]] = PRIVATE_PARTS) -> None:
+    """Check that the installed Flower has the private parts that this project uses.
+
+    Raises:
+        UnsupportedFlower: it has not; names the first one that is missing.
+    """
+    for module, path in parts:
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = inspect.getattr_static(found, name)  # a property may need a run
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedFlower(
+                f"flwr {version('flwr')} has no {module}.{path}, which headwater uses: {error}"
+            ) from error
+
+
+check_flower()
+
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
-
-from headwater.common.compression.model_difference import FindDifference
-from headwater.common.errors import HeadwaterError
-from headwater.common.messages import DescribeRequest
-from headwater.common.model.parameters import ModelImage
 
 SERVER_NODE_ID = 1
 CLIENT_APP_FAILED = ErrorCode.UNKNOWN
@@ -76,6 +114,25 @@ class HeadwaterGrid(Grid):
     ) -> Message:
         """Create a message. Flower's own code constructs ``Message`` directly."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def pull_messages(  # type: ignore[override] # the first parameter has two names
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        """Yield the replies to these messages that have arrived, without waiting.
+
+        ``message_ids`` is the parameter's name up to Flower 1.42.
+        """
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        if wanted is None:
+            raise TypeError("name the messages whose replies are pulled")
+        return self.replies_to(wanted)
+
+    @abstractmethod
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        """Yield the replies to these messages that have arrived."""
 
     @abstractmethod
     def num_bytes(self) -> tuple[int, int]:
@@ -160,6 +217,7 @@ def ensure_message_id(message: Message) -> str:
     """Return the message's id; set a new one if it has none, as Flower's SuperLink does."""
     message_id = message.metadata.message_id or str(uuid4())
     message.metadata.__dict__["_message_id"] = message_id
+    assert message.metadata.message_id == message_id, "flwr keeps a message's id elsewhere"
     return message_id
 
 
@@ -176,6 +234,7 @@ def simulate_on_ray(
     The clients' run_config is that of the pyproject.toml in ``app_folder``; Flower's public
     ``run_simulation`` has no parameter for it.
     """
+    check_flower(OF_RAY)
     from flwr.simulation.run_simulation import _run_simulation
     from flwr.supercore.telemetry import EventType
 

@@ -114,9 +114,14 @@ class DispatchedPlans:
         """Return the next reply; None if there is none after a short wait."""
         if isinstance(self._grid, HeadwaterGrid):
             return self._grid.next_reply(timeout=REPLY_POLL_SECONDS)
+        nodes = self._registration.nodes()
+        left = self._grid.left_among(nodes[n] for n in self._clients.values() if n in nodes)
         reply = self._grid.next_reply(self._clients)
-        if reply is None and request is not None:
-            self._registration.update(request)
+        if reply is None:
+            names = [name for name in self._clients.values() if nodes.get(name) in left]
+            self.give_up({n: ConnectionLost(f"{n} left before it answered") for n in names})
+            if request is not None:
+                self._registration.update(request)
         return reply
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:

@@ -309,6 +309,10 @@ class GridFleet:
             if name in nodes
         ]
         for node, reply in self._exchange(messages, timeout_seconds):
+            if reply is None:
+                left = awaited.pop(node)
+                yield Dropout(name=left, error=ConnectionLost(f"{left} left during the round"))
+                continue
             if self._registration.take_reply(reply):
                 continue  # a slow newcomer's description: it joins the next round
             name = awaited.pop(node, None)
@@ -323,8 +327,11 @@ class GridFleet:
 
     def _exchange(
         self, messages: list[Message], timeout: float | None
-    ) -> Iterable[tuple[int, Message]]:
-        """Send messages; yield each reply with the node to which its message was sent."""
+    ) -> Iterable[tuple[int, Message | None]]:
+        """Send messages; yield each reply with the node to which its message was sent.
+
+        None in place of a reply: the node has left.
+        """
         if self._own is None:
             return self._polled.exchange(messages, timeout)
         replies = self._own.send_and_receive(messages, timeout=timeout)

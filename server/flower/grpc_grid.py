@@ -107,7 +107,7 @@ class GrpcGrid(HeadwaterGrid):
         )
         return list(pushed)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies that have arrived, without waiting."""
         wanted = set(message_ids)
         while wanted:

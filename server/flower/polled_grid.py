@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -28,27 +28,37 @@ class PolledGrid:
 
     def exchange(
         self, messages: list[Message], timeout: float | None
-    ) -> Iterator[tuple[int, Message]]:
+    ) -> Iterator[tuple[int, Message | None]]:
         """Send messages; yield replies as they arrive, each with its message's node.
 
-        The SuperLink's own error replies name the SuperLink's node as their source, so the client
-        is found by the id of the message. A message that could not be pushed has no id, and no
-        reply to it is awaited.
+        None in place of a reply: the node has left. The SuperLink's own error replies name the
+        SuperLink's node as their source, so the client is found by the id of the message. A message
+        that could not be pushed has no id, and no reply to it is awaited.
         """
-        awaited = {message_id for message_id in self.dispatch(messages) if message_id}
-        node_of = {
-            message.metadata.message_id: message.metadata.dst_node_id for message in messages
+        pushed = {message_id for message_id in self.dispatch(messages) if message_id}
+        awaited = {
+            message.metadata.message_id: message.metadata.dst_node_id
+            for message in messages
+            if message.metadata.message_id in pushed
         }
         end = None if timeout is None else time.monotonic() + timeout
         while awaited and (end is None or time.monotonic() < end):
+            left = self.left_among(awaited.values())
             replies = list(self._grid.pull_messages(awaited))
             for reply in replies:
-                message_id = reply.metadata.reply_to_message_id
-                awaited.discard(message_id)
                 self._count(reply)
-                yield node_of[message_id], reply
-            if not replies:
+                yield awaited.pop(reply.metadata.reply_to_message_id), reply
+            for message_id in [id_ for id_, node in awaited.items() if node in left]:
+                yield awaited.pop(message_id), None
+            if not replies and awaited:
                 time.sleep(REPLY_POLL_SECONDS)
+
+    def left_among(self, nodes: Iterable[int]) -> set[int]:
+        """Return the nodes that are connected no more; from 1.43 on no error reply says so.
+
+        Ask before the replies are pulled: a node may leave after its reply.
+        """
+        return set(nodes) - set(self._grid.get_node_ids())
 
     def dispatch(self, messages: list[Message]) -> list[str]:
         """Send messages without awaiting replies; return their ids."""

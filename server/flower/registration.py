@@ -163,7 +163,8 @@ class Registration:
 
     def update(self, request: DescribeRequest) -> None:
         """Ask new nodes, take the answers that have arrived, and forget nodes that have left."""
-        present = self._present = set(self._grid.get_node_ids()) | self.busy
+        connected = set(self._grid.get_node_ids())
+        present = self._present = connected | self.busy
         if self._own is None and not self.reports.keys() <= present:
             self.refused.clear()  # a restarted SuperNode is a new node: its name is free again
         self.reports = {n: r for n, r in self.reports.items() if n in present}
@@ -172,10 +173,19 @@ class Registration:
         if awaited := [*self._pending, *self.branches.pending]:
             for reply in self._grid.pull_messages(awaited):
                 self.take_reply(reply)
+        self._forget_left(connected)
         self._note_silent()
         # After the replies: a round waits for the list of an aggregator that has just joined.
         self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
         self.branches.ask(request)
+
+    def _forget_left(self, connected: set[int]) -> None:
+        """Forget the requests to nodes of Flower's own grid that have left and will not answer."""
+        for message_id, one in list(self._pending.items()):
+            if self._own is None and one.node_id not in connected:
+                del self._pending[message_id]
+                if not one.is_repeat:
+                    log.warning("a device left before it described itself")
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Ask known devices again, by name; skips devices that have not answered yet."""
@@ -214,7 +224,7 @@ class Registration:
             for node, request in requests.items()
         ]
         now = self._clock()
-        pushed = set(self._grid.push_messages(messages))
+        pushed = {message_id for message_id in self._grid.push_messages(messages) if message_id}
         for message in messages:  # a message that could not be pushed is sent again later
             if message.metadata.message_id in pushed:
                 self._pending[message.metadata.message_id] = PendingDescription(
@@ -286,8 +296,8 @@ class Registration:
         content = records.content_of(FrozenPart(digest=digest), array)
         message = Message(content, pending.node_id, FROZEN, group_id="describe")
         self.reports.pop(pending.node_id, None)
-        pushed = set(self._grid.push_messages([message]))  # which gives the message its id
-        if message.metadata.message_id in pushed:
+        pushed = list(self._grid.push_messages([message]))  # which gives the message its id
+        if message.metadata.message_id and message.metadata.message_id in pushed:
             self._pending[message.metadata.message_id] = PendingDescription(
                 node_id=pending.node_id,
                 at=self._clock(),

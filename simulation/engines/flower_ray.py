@@ -228,8 +228,14 @@ class _StoppableGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         return self._checked().push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return _check_workers(self._checked().pull_messages(message_ids))
+    def pull_messages(  # type: ignore[override] # the first parameter has two names
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        return _check_workers(self._checked().pull_messages(wanted or ()))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

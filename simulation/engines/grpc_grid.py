@@ -122,12 +122,12 @@ class SimulatedGrpcGrid(HeadwaterGrid):
     # Messages.
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Store messages; ``pull_messages`` sends them."""
+        """Store messages; ``replies_to`` sends them."""
         pushed = {ensure_message_id(message): message for message in messages}
         self._waiting |= pushed
         return list(pushed)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         """Send the stored messages of available devices, and yield the replies as they arrive.
 
         Returns when all these devices have replied. A message to an unavailable device stays

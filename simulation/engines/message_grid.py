@@ -141,7 +141,7 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting |= pushed
         return list(pushed)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to messages that were pushed.
 
         A device that is not connected describes itself once it is connected again.

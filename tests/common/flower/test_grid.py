@@ -5,14 +5,26 @@ from __future__ import annotations
 import inspect
 
 import numpy as np
+import pytest
 from flwr.app import Array, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
-from headwater.common.flower.grid import SERVER_NODE_ID, ensure_message_id, enter_run
+from headwater.common.errors import UnsupportedFlower
+from headwater.common.flower.grid import (
+    OF_RAY,
+    PRIVATE_PARTS,
+    SERVER_NODE_ID,
+    check_flower,
+    ensure_message_id,
+    enter_run,
+)
+from headwater.common.settings.schema import Settings
+from headwater.simulation.engines.message_grid import InProcessGrid
 
 
 def test_a_run_is_created_from_its_id_alone() -> None:
@@ -57,3 +69,18 @@ def test_an_array_of_numpy_has_the_header_that_sum_of_gradients_compares() -> No
     assert array.data[:8] == b"\x93NUMPY\x01\x00"
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"
     assert array.data[10:start].strip() == header
+
+
+@pytest.mark.parametrize(
+    "part", [("flwr.supercore.run", "Run.create_nothing"), ("flwr.supercore.absent", "Run")]
+)
+def test_a_flower_without_a_private_part_is_refused_by_its_name(part: tuple[str, str]) -> None:
+    check_flower([*PRIVATE_PARTS, *OF_RAY])
+    with pytest.raises(UnsupportedFlower, match=rf"no {part[0]}\.{part[1]}, which headwater uses"):
+        check_flower([part])
+
+
+@pytest.mark.parametrize("name", ["reply_to_message_ids", "message_ids"])
+def test_replies_are_pulled_by_the_name_of_every_flower(name: str) -> None:
+    grid = InProcessGrid(ClientApp(), Settings(task="tests/tasks.py:TwoLayers"))
+    assert list(grid.pull_messages(**{name: []})) == list(grid.pull_messages([])) == []

@@ -73,7 +73,7 @@ class Link(Wire):
         return [ensure_message_id(message) for message in sent]
 
     def next_reply(self, *, timeout: float) -> Message | None:
-        return self.replies.pop(0) if self.replies else next(self.pull_messages(()), None)
+        return self.replies.pop(0) if self.replies else next(self.replies_to(()), None)
 
     def _travel(self, message: Message, reply: Message) -> None:
         """Sum as many windows as the device may, with the calls that its transport makes."""

@@ -40,7 +40,7 @@ class Joining(Answering):
             return Message(lost, reply_to=self.plans[3])
         self.nodes.append(NEWCOMER)
         self.while_waiting()
-        return next(self.pull_messages(()))
+        return next(self.replies_to(()))
 
 
 def test_a_newcomer_s_plan_counts_no_client_that_was_lost() -> None:

@@ -71,14 +71,14 @@ class OneAggregator(Wire):
         super().__init__(1)
         self._may_list = may_list
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         listing = f"query.{MEMBERS}"
         if any(one.metadata.message_type != listing for one in self.requests):
             self.new_requests()
             self.answer(1, name="a1", num_examples=None, is_aggregator=True)
         elif self.requests and self._may_list():
             self._answers.append(list_of(self.requests.pop(), "x", "y"))
-        return super().pull_messages(message_ids)
+        return super().replies_to(message_ids)
 
 
 def plans_of(*names: str) -> dict[str, Plan]:

@@ -54,7 +54,7 @@ class Wire(HeadwaterGrid):
         self.requests += pushed.values()
         return list(pushed)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+    def replies_to(self, message_ids: Iterable[str]) -> Iterator[Message]:
         answers, self._answers = self._answers, []
         yield from answers
 
