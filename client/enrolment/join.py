@@ -9,9 +9,12 @@ secret, and only the operator's server can answer.
 from __future__ import annotations
 
 import datetime as dt
+import logging
+import random
 import secrets
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from headwater.common.errors import (
     CertificateProblem,
     ClockWrong,
     ProtocolMismatch,
+    TooManyAttempts,
 )
 from headwater.common.system.atomic_file import (
     OWNER_ONLY,
@@ -48,7 +52,12 @@ from headwater.common.transport.certificates import (
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import split_address
 
+log = logging.getLogger(__name__)
+
+Answer = tuple[dict[str, Any], float]
 CLOCK_SECONDS = 300.0  # a larger difference to the server's clock is worth a warning
+# The port takes a connection of one address every 2 s, and a join has two: in this time 45 devices.
+PATIENCE_SECONDS, WAIT_SECONDS = 180.0, (2.0, 8.0)
 CA_FILE, OWN_FILE, SETTINGS_FILE = "ca.pem", "device.pem", "client.toml"
 KEY_FILE = ".device-key.pem"
 """The key until its certificate arrives: an interrupted join continues with the same key."""
@@ -70,8 +79,13 @@ class JoinResult:
     """False if the device had joined with this token before: nothing was sent or written."""
 
 
-def join(token: JoinToken, folder: Path) -> JoinResult:
+def join(
+    token: JoinToken, folder: Path, *, wait: Callable[[float], object] = time.sleep
+) -> JoinResult:
     """Get a certificate for a token; write it to ``folder`` with the settings to start a client.
+
+    The port lets few connections of one address in at a time, as of many devices behind one router:
+    a request that it turns away is sent again, after a wait, for ``PATIENCE_SECONDS``.
 
     A token that this folder's certificate came with is not sent again: the server would have to
     refuse it, and to warn of a second device.
@@ -88,18 +102,16 @@ def join(token: JoinToken, folder: Path) -> JoinResult:
         return JoinResult(
             name=token.name, folder=folder, expires_at=enrolled.not_valid_after_utc, is_new=False
         )
-    ca = _read_authority(token)
+    waited = _Patience(token.address, wait)
+    ca = _read_authority(token, waited)
     key = _own_key(folder)
-    answer, server_now = send_request(
-        token,
-        {
-            "want": "certificate",
-            "name": token.name,
-            "secret": token.secret.hex(),
-            "request": signing_request(token.name, key).decode(),
-        },
-        ca=ca,
-    )
+    request = {
+        "want": "certificate",
+        "name": token.name,
+        "secret": token.secret.hex(),
+        "request": signing_request(token.name, key).decode(),
+    }
+    answer, server_now = waited.answer_of(lambda: send_request(token, request, ca=ca))
     certificate = _read_certificate(answer, token.name, key, ca)
     host, _ = split_address(token.address)
     server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
@@ -143,9 +155,39 @@ def _enrolled_certificate(folder: Path, token: JoinToken) -> x509.Certificate | 
         ) from error
 
 
-def _read_authority(token: JoinToken) -> x509.Certificate:
+class _Patience:
+    """Sends requests again that the port turned away, until they have waited for long enough."""
+
+    def __init__(self, address: str, wait: Callable[[float], object]) -> None:
+        self._address, self._wait = address, wait
+        self._left_seconds = PATIENCE_SECONDS
+
+    def answer_of(self, send: Callable[[], Answer]) -> Answer:
+        """Return the answer to a request.
+
+        Raises:
+            TooManyAttempts: the patience is at its end.
+        """
+        while True:
+            try:
+                return send()
+            except TooManyAttempts:
+                if self._left_seconds <= 0:
+                    raise
+            if self._left_seconds == PATIENCE_SECONDS:
+                log.warning(
+                    "%s lets few connections of one address in at a time: trying again for %g s",
+                    self._address,
+                    PATIENCE_SECONDS,
+                )
+            seconds = random.uniform(*WAIT_SECONDS)  # or all devices would come back at once
+            self._left_seconds -= seconds
+            self._wait(seconds)
+
+
+def _read_authority(token: JoinToken, waited: _Patience) -> x509.Certificate:
     """Read the authority's certificate, over a connection that carries no secret."""
-    answer, _ = send_request(token, {"want": "authority"}, ca=None)
+    answer, _ = waited.answer_of(lambda: send_request(token, {"want": "authority"}, ca=None))
     try:
         ca = x509.load_pem_x509_certificate(str(answer["authority"]).encode())
     except (KeyError, ValueError) as error:

@@ -11,6 +11,12 @@ from headwater.client.flower.node import Node, NodeAnswer
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Receipt, Reply
 
+# The server keeps whole chunks alone. Where a link breaks every few seconds, a chunk that takes
+# longer than that would be sent again and again. At 1 s or more for a chunk a stream sends no more
+# frames than the server grants it in any case (``server.transport.rate_limit``).
+FIRST_CHUNK_BYTES, LEAST_CHUNK_BYTES = 64 << 10, 16 << 10
+SHORT_SECONDS, LONG_SECONDS = 1.0, 4.0
+
 Write = Callable[[ClientFrame], Awaitable[None]]
 
 
@@ -21,8 +27,9 @@ class StreamBroken(Exception):
 class Upload:
     """The upload of one answer over one stream."""
 
-    def __init__(self, answer: NodeAnswer) -> None:
+    def __init__(self, answer: NodeAnswer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.answer = answer
+        self._clock = clock
         self.task: asyncio.Task[None] | None = None
         self.receipts: asyncio.Queue[Receipt | None] = asyncio.Queue()
         self.is_aborted = False
@@ -54,16 +61,31 @@ class Upload:
         receipt = await self.receipts.get()
         if receipt is None:
             return
-        start, first_offset = time.monotonic(), receipt.next_offset
-        for offset in range(first_offset, len(vector), CHUNK_BYTES):
+        start, first_offset = self._clock(), receipt.next_offset
+        offset, num_bytes, before = first_offset, FIRST_CHUNK_BYTES, start
+        while offset < len(vector):
             if self.is_aborted:
                 return
-            data = bytes(vector[offset : offset + CHUNK_BYTES])
+            data = bytes(vector[offset : offset + num_bytes])
             chunk = Chunk(transfer_id=answer.message_id, offset=offset, data=data)
             await write(ClientFrame(chunk=chunk))
-            node.activity.num_moved = offset + len(data)
+            offset += len(data)
+            node.activity.num_moved = offset
+            now = self._clock()
+            num_bytes, before = next_chunk_bytes(num_bytes, now - before), now
         while receipt is not None and not receipt.is_done:
             receipt = await self.receipts.get()
         if receipt is not None:
-            seconds = time.monotonic() - start
+            seconds = self._clock() - start
             node.link = node.link.sent(len(vector) - first_offset, seconds)
+
+
+def next_chunk_bytes(num_bytes: int, seconds: float) -> int:
+    """Return the size of the next chunk, after one of ``num_bytes`` that took so many seconds.
+
+    Twice as many after less than ``SHORT_SECONDS``, half as many after more than ``LONG_SECONDS``;
+    from ``LEAST_CHUNK_BYTES`` to ``CHUNK_BYTES``.
+    """
+    if seconds < SHORT_SECONDS:
+        return min(2 * num_bytes, CHUNK_BYTES)
+    return max(num_bytes // 2, LEAST_CHUNK_BYTES) if seconds > LONG_SECONDS else num_bytes

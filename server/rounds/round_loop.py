@@ -51,6 +51,8 @@ OnRound = Callable[[RoundRow], None]
 RunRound = Callable[[Training, Fleet, Observer], RoundRow]
 """Runs one round, and commits it in memory."""
 NO_OBSERVER = Observers()
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
+POLL_SECONDS = 0.1
 
 
 class _ModelAtRest(Exception):
@@ -163,6 +165,8 @@ def _run_rounds(
                 and not training.masked.has_narrowed
             ):
                 raise
+            if not (fleet.has_virtual_clock or training.masked.has_narrowed):
+                wait_after_abort(num_aborted)
             continue
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
         num_aborted = 0
@@ -176,6 +180,25 @@ def _run_rounds(
                 training.publish()
             observer.on_round(row)
             on_round(row)
+
+
+def wait_after_abort(num_aborted: int) -> None:
+    """Wait before an aborted round is tried again; a request to stop ends the wait.
+
+    A disk that is full or a network that is down for some seconds would otherwise end a run within
+    milliseconds: all attempts would fail for the same reason.
+    """
+    seconds = seconds_after_abort(num_aborted)
+    log.info("the round is tried again in %g s", seconds)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        raise_if_interrupted()
+        time.sleep(min(left, POLL_SECONDS))
+
+
+def seconds_after_abort(num_aborted: int) -> float:
+    """Return 0.5 s after the first abort in a row, and twice as many each time, up to 8 s."""
+    return min(FIRST_WAIT_SECONDS * 2.0 ** min(num_aborted - 1, 10), MAX_WAIT_SECONDS)
 
 
 def synchronous_round(training: Training, fleet: Fleet, observer: Observer) -> RoundRow:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import pytest
 
-from headwater.client.enrolment.join import join
-from headwater.common.errors import PortInUse
+from headwater.client.enrolment.join import PATIENCE_SECONDS, WAIT_SECONDS, join
+from headwater.common.errors import PortInUse, TooManyAttempts
 from headwater.server.transport.enrolment_port import EnrolmentPort
 from tests.certificates import (
     make_folder,
@@ -56,6 +57,43 @@ def test_an_address_that_connects_too_often_gets_no_handshake(tmp_path: Path) ->
                 return port.refusals["TooManyAttempts"] >= 5
 
         until(is_refused, what=lambda: str(port.refusals))
+
+
+def test_a_join_that_is_turned_away_with_others_of_its_address_waits_and_joins(
+    tmp_path: Path,
+) -> None:
+    certs, waits = make_folder(tmp_path / "certs"), list[float]()
+    with enrolment(certs) as port:
+        token = token_at(certs, port.port)
+
+        def is_refused() -> bool:
+            with socket.create_connection(("127.0.0.1", port.port), 20):
+                return port.refusals["TooManyAttempts"] >= 1
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            time.sleep(0.5)  # the port takes one more connection every two seconds
+
+        until(is_refused, what=lambda: str(port.refusals))
+        assert join(token, tmp_path / "device", wait=wait).name == "pi"
+    assert waits
+
+
+def test_a_join_that_is_turned_away_for_good_gives_up(tmp_path: Path) -> None:
+    certs, waits = make_folder(tmp_path / "certs"), list[float]()
+    with enrolment(certs) as port:
+        token = token_at(certs, port.port)
+
+        def connect_more(seconds: float) -> None:
+            waits.append(seconds)
+            for _ in range(4):
+                socket.create_connection(("127.0.0.1", port.port), 20).close()
+
+        while port.refusals["TooManyAttempts"] < 5:
+            socket.create_connection(("127.0.0.1", port.port), 20).close()
+        with pytest.raises(TooManyAttempts):
+            join(token, tmp_path / "device", wait=connect_more)
+    assert PATIENCE_SECONDS <= sum(waits) < PATIENCE_SECONDS + WAIT_SECONDS[1]
 
 
 def test_the_enrolment_port_requires_tls_1_3(tmp_path: Path) -> None:

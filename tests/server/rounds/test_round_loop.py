@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -37,10 +39,17 @@ from headwater.common.messages import (
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
+from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
 from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.planning.cohort import ConnectedClients
-from headwater.server.rounds.round_loop import run
+from headwater.server.rounds import round_loop
+from headwater.server.rounds.round_loop import (
+    MAX_WAIT_SECONDS,
+    run,
+    seconds_after_abort,
+    wait_after_abort,
+)
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
 from headwater.simulation.engines.message_grid import InProcessGrid
@@ -391,6 +400,30 @@ def test_too_many_aborted_rounds_end_the_run_with_their_error() -> None:
     with pytest.raises(TooFewClients, match="round 1"):
         trained(settings, counted)
     assert len(calls) == 4 * 3
+
+
+def test_aborted_rounds_are_tried_again_after_waits_that_outlast_a_disk_that_is_full_for_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a real clock; five attempts with four waits are the default."""
+    waits: list[int] = []
+    monkeypatch.setattr(round_loop, "wait_after_abort", waits.append)
+    network = Network(chosen(cohort={"min_clients": 3}), without_one)
+    network.has_virtual_clock = False
+    training = Training(chosen(cohort={"min_clients": 3}), run_id=1)
+    with pytest.raises(TooFewClients):
+        run(training, network, on_round=lambda row: None)
+    assert waits == [1, 2, 3, 4]
+    assert sum(map(seconds_after_abort, waits)) > 5
+    assert seconds_after_abort(10) == seconds_after_abort(1000) == MAX_WAIT_SECONDS
+
+
+def test_a_request_to_stop_ends_the_wait_after_an_aborted_round() -> None:
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    with at_stop_signals(StopRequests(interrupt)):
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_after_abort(10)
 
 
 def test_a_fault_of_the_task_on_every_client_is_the_runs_own_error() -> None:
