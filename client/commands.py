@@ -199,35 +199,41 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
             connected.
         HeadwaterError: see ``Connection.run``.
     """
+    from contextlib import ExitStack
+
     from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
+    from headwater.common.system.worker_processes import workers_of_a_fork_server
 
     connection: Connection | None = None
     chosen: Settings | None = settings
     changes, seconds = TaskChanges(), 0.0
-    while chosen is not None:
-        offered: str | None = None
-        try:
-            with connection_of(chosen) as connection:
-                chosen = None
-                run(connection, seconds)
-                is_early = connection.is_stopping and not connection.has_connected
-                end = "stopped before connecting" if is_early else "done"
-                console.print(f"{connection.name}: {end}", soft_wrap=True)
-        except OtherTaskOffered as error:
-            offered = error.name
-        except KeyboardInterrupt:
-            if connection is not None and connection.has_connected:
-                raise KeyboardInterrupt("stopped") from None
-            raise
-        if offered is not None:
-            assert connection is not None  # the offer came over it
-            seconds = changes.wait_seconds(has_trained=connection.has_trained)
-            chosen, connection = with_task(settings, offered), None
-            console.print(f"goes on with the task {offered}", soft_wrap=True)
-            _forget_trainer()  # not while an exception holds the frames that hold the model
+    with ExitStack() as beside_threads:
+        while chosen is not None:
+            offered: str | None = None
+            try:
+                with connection_of(chosen) as connection:
+                    chosen = None
+                    # The first data are open, and gRPC's threads begin.
+                    beside_threads.enter_context(workers_of_a_fork_server())
+                    run(connection, seconds)
+                    is_early = connection.is_stopping and not connection.has_connected
+                    end = "stopped before connecting" if is_early else "done"
+                    console.print(f"{connection.name}: {end}", soft_wrap=True)
+            except OtherTaskOffered as error:
+                offered = error.name
+            except KeyboardInterrupt:
+                if connection is not None and connection.has_connected:
+                    raise KeyboardInterrupt("stopped") from None
+                raise
+            if offered is not None:
+                assert connection is not None  # the offer came over it
+                seconds = changes.wait_seconds(has_trained=connection.has_trained)
+                chosen, connection = with_task(settings, offered), None
+                console.print(f"goes on with the task {offered}", soft_wrap=True)
+                _forget_trainer()  # not while an exception holds the frames that hold the model
 
 
 def _forget_trainer() -> None:
