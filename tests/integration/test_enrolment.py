@@ -185,7 +185,7 @@ def test_a_server_certificate_for_another_host_is_named(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "certs", hosts=["example.org"])
     with (
         enrolment(certs) as port,
-        pytest.raises(CertificateProblem, match="is for example.org, not for"),
+        pytest.raises(CertificateProblem, match=r"is for example\.org, not for"),
     ):
         join(token_at(certs, port.port), tmp_path / "device")
 

@@ -18,7 +18,7 @@ TO_TLS = (
     "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
 )
 TO_PLAIN = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER"
-TO_OTHER_NAME = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
+TO_OTHER_NAME = "Custom verification check failed with error: Hostname Verification Check failed."
 TO_NOBODY = "Failed to connect to remote host: Connection refused"
 
 
