@@ -138,7 +138,13 @@ def _not_opened(task: Task, data: Path | None, failed: TaskFailed) -> MissingDat
             "takes one for each device, as in --data 'devices/*.csv'",
         )
     if data is not None and isinstance(error, OSError | ValueError):
-        return MissingData(f"the task {name} found no data in {data}: {described(error)}")
+        if isinstance(error, OSError):
+            return MissingData(f"the task {name} found no data in {data}: {described(error)}")
+        return MissingData(
+            f"the task {name} cannot use {data}: {described(error)}",
+            remedy="correct the place in the data that is named, or leave that row out of it; if "
+            "it is other data than the task reads, name another --data",
+        )
     on = "" if data is None else f" on {data}"
     return TaskFailed(f"train_examples failed{on}: {described(error)}", remedy=failed.remedy)
 

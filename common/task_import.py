@@ -27,6 +27,14 @@ from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)
 
+# Packages of the bundled examples, which a copy of one needs too, and the extra that has each.
+EXTRAS = {
+    "PIL": "examples",
+    "peft": "transformers",
+    "sklearn": "examples",
+    "transformers": "transformers",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskModule:
@@ -267,8 +275,9 @@ def _remedy(error: BaseException, file: Path) -> str:
 
 
 def _remedy_of_missing(name: str, file: Path) -> str:
-    if is_bundled(file):
-        return f"this example needs {name}: pip install 'headwater[examples]'"
+    if is_bundled(file) or name in EXTRAS:
+        extra = EXTRAS.get(name, "examples")
+        return f"{file.name} needs {name}: pip install 'headwater[{extra}]'"
     above = next((folder for folder in file.parents if folder.name == name), None)
     if above is not None:
         module = ".".join(file.relative_to(above.parent).with_suffix("").parts)

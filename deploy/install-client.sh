@@ -178,7 +178,7 @@ fingerprint_of() {
     (
         cd "$1"
         # shellcheck disable=SC2046 # the names are our own, without spaces
-        sha256sum $(find headwater/__init__.py common client server aggregator simulation examples -name '*.py' | LC_ALL=C sort) \
+        sha256sum $(find headwater/__init__.py common client server aggregator simulation examples -name '*.py' -o -name '*.json' | LC_ALL=C sort) \
             pyproject.toml constraints.txt deploy/requirements.txt deploy/torch.txt | sha256sum | cut -d ' ' -f 1
     )
 }

@@ -1,13 +1,13 @@
 """Handwritten digits, split over the devices as unevenly as real owners would.
 
-The 1,797 images that scikit-learn ships are dealt out by a Dirichlet(0.3) draw for each digit: most
+The 1,797 images in digits.json are dealt out by a Dirichlet(0.3) draw for each digit: most
 devices see a few digits only, and hardly any two have equally many. Try it::
 
     headwater-simulate --task examples/digits.py:Digits
 """
 
+import json
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
+
+from headwater.common.bundled_examples import HOME
 
 TEST_FRACTION = 0.2
 CONCENTRATION = 0.3
@@ -30,9 +32,7 @@ class Digits:
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         if data is not None:
-            raise ValueError(
-                "the digits come with scikit-learn: leave --data out, or name a --task"
-            )
+            raise ValueError("the digits come with this file: leave --data out, or name a --task")
         images, labels = self._train
         rows = self._parts(num_parts)[part]
         return TensorDataset(images[rows], labels[rows])
@@ -93,10 +93,7 @@ class Digits:
 
 
 def _load_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Read what ``sklearn.datasets.load_digits`` reads; to import that takes a second."""
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise FileNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    table = np.loadtxt(file, delimiter=",")
-    return table[:, :-1], table[:, -1].astype(np.int64)
+    """Read digits.json: each row has 64 signs, 0 to g for 0 to 16, and the digit."""
+    rows = json.loads((HOME / "examples" / "digits.json").read_text(encoding="utf-8"))["rows"]
+    images = [[int(sign, 17) for sign in row[:64]] for row in rows]
+    return np.array(images, dtype=np.float64), np.array([int(row[65:]) for row in rows])

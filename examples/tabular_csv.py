@@ -120,6 +120,11 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     with path.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.reader(lines)
         header = next(reader, [])
+        if len(header) == 1 and ";" in header[0]:
+            raise ValueError(
+                f"{path} has semicolons between its columns: save it with commas and decimal points"
+                ", or read it in your copy of this file with csv.reader(lines, delimiter=';')"
+            )
         missing = [name for name in RANGES if name not in header[:-1]]
         if missing:
             raise ValueError(f"{path} has no column {missing[0]!r} before its last, the label")
@@ -146,7 +151,8 @@ def _numbers(
         except ValueError:
             numbers.append(float("nan"))
         if not np.isfinite(numbers[-1]):
-            raise ValueError(f"{where}: {name!r} must be a number, found {row[place]!r}")
+            found = f"found {row[place]!r}" if row[place].strip() else "the cell is empty"
+            raise ValueError(f"{where}: {name!r} must be a number, {found}")
     names = (*CLASSES, *(str(number) for number in range(len(CLASSES))))
     if row[-1] not in names:
         raise ValueError(f"{where}: the label must be one of {CLASSES}, found {row[-1]!r}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headwater.common.errors import BuffersChanged, UnsupportedModel
-from headwater.common.model.mismatch import LOCAL, Row, to_text
+from headwater.common.model.mismatch import FROZEN, LOCAL, Row, to_text
 from headwater.common.model.tensor_file import DTYPE_NAMES
 
 ON_META = (
@@ -97,7 +97,8 @@ class ModelLayout:
     @cached_property
     def rows(self) -> list[Row]:
         """The name, shape and dtype of each tensor: the vector's, the frozen, then the local."""
-        rows = [(slot.name, slot.shape, slot.dtype) for slot in (*self.trainable, *self.frozen)]
+        rows = [(slot.name, slot.shape, slot.dtype) for slot in self.trainable]
+        rows += [(slot.name, slot.shape, FROZEN + slot.dtype) for slot in self.frozen]
         return rows + [(slot.name, slot.shape, LOCAL + slot.dtype) for slot in self.local]
 
     @cached_property

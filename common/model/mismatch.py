@@ -14,10 +14,13 @@ from headwater.common.errors import LocalParametersMismatch, ModelMismatch
 
 # A tensor's name, shape and dtype; the dtype is empty where it need not agree.
 Row = tuple[str, tuple[int, ...], str]
+IS_FROZEN = "is frozen in"
 MAX_TEXT = 1 << 18  # about 4,000 tensors; a frame holds four times as much
 MAX_NAME, MAX_NAMES = 300, 6
 LOCAL = "local "
 """Begins the dtype of a parameter that stays on the device, and is in no vector or image."""
+FROZEN = "frozen "
+"""Begins the dtype of a buffer, and of a parameter that does not train."""
 UNKNOWN = "the tensor in which they differ is not known"
 
 
@@ -35,9 +38,10 @@ def first_difference(
     | --- | --- |
     | shape | 2.weight has shape (10, 64) in the file, (10, 128) in the task's model |
     | dtype | 2.weight is float64 in the file, float32 in the task's model |
+    | frozen on one side | 2.weight is frozen in the file, and trains in the task's model |
     | only ours | 2.bias of shape (10) is not in the file |
     | only theirs | 3.bias of shape (4) is not in the task's model |
-    | order, or which tensors are trained | in the file 2.bias stands in place of 2.weight |
+    | order | in the file 2.bias stands in place of 2.weight |
     """
     by_name = {name: (shape, dtype) for name, shape, dtype in theirs}
     for name, shape, dtype in ours:
@@ -46,6 +50,9 @@ def first_difference(
         other_shape, other_dtype = by_name[name]
         if other_shape != shape:
             return f"{name} has shape {_text(other_shape)} in {there}, {_text(shape)} in {here}"
+        if other_dtype.startswith(FROZEN) != dtype.startswith(FROZEN):
+            where, elsewhere = (there, here) if other_dtype.startswith(FROZEN) else (here, there)
+            return f"{name} {IS_FROZEN} {where}, and trains in {elsewhere}"
         if other_dtype != dtype:
             return f"{name} is {other_dtype} in {there}, {dtype} in {here}"
     names = {name for name, _, _ in ours}
@@ -97,6 +104,8 @@ def mismatch_error(
             f"{text}: on a device stay {_some(other)} in {there}, and {_some(own)} in {here}"
         )
     difference = difference_from_text(ours, theirs, here=here, there=there)
+    if IS_FROZEN in difference and remedy is None:
+        remedy = "freeze the same parameters on both sides: requires_grad_(False) in new_model"
     return ModelMismatch(f"{text}: {difference}", remedy=remedy)
 
 

@@ -209,7 +209,7 @@ def _validated(
             )
             # A union has an error for each of its types: the first says what is expected.
             problems.setdefault(key, _problem(key, details, next(sources, file)))
-        raise _settings_error([*problems.values()]) from error
+        raise _settings_error([*problems.values()]) from None  # pydantic's text says the same
 
 
 def _is_within(key: str, other: str) -> bool:

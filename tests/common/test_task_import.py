@@ -172,6 +172,18 @@ def test_an_error_names_the_user_s_own_line_and_a_remedy(
     assert "\n" not in found.value.message + found.value.remedy
 
 
+@pytest.mark.parametrize(("package", "extra"), [("peft", "transformers"), ("sklearn", "examples")])
+def test_a_copy_of_an_example_that_lacks_a_package_names_the_extra(
+    package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    copy = tmp_path / "own.py"
+    copy.write_text(f"import {package}\n")
+    with pytest.raises(UnknownTask) as found:
+        find_task_class(f"{copy}:Task")
+    assert found.value.remedy == f"own.py needs {package}: pip install 'headwater[{extra}]'"
+
+
 def test_an_example_that_lacks_a_package_names_the_extra() -> None:
     class Blocker:
         @staticmethod

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_breast_cancer
+from sklearn.datasets import load_breast_cancer, load_digits
 
+from examples.digits import SPLIT_SEED, Digits
 from examples.image_folder import CLASSES, SIDE, ImageFolder
 from examples.tabular_csv import RANGES, TabularCsv
 from examples.text_transformer import CONTEXT, PADDING, TextTransformer, stretches
@@ -183,7 +184,11 @@ def test_published_ranges_scale_the_sample_to_minus_one_to_one() -> None:
 
 @pytest.mark.parametrize(
     ("cell", "complaint"),
-    [("", "must be a number, found ''"), ("nan", "must be a number"), ("1e999", "must be a")],
+    [
+        ("", "must be a number, the cell is empty"),
+        ("nan", "must be a number"),
+        ("1e999", "must be a"),
+    ],
 )
 def test_a_cell_that_is_no_number_is_named_with_its_line(
     cell: str, complaint: str, tmp_path: Path
@@ -307,3 +312,22 @@ def test_pictures_tell_their_labels_and_open_no_file(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no picture")
     column = ClientDatasets(ImageFolder()).column("label", data=tmp_path)
     assert column.values_V[column.codes_E].tolist() == [3, 7]
+
+
+def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
+    images, labels = load_digits(return_X_y=True)
+    inputs, targets = Digits().test_examples().tensors
+    shuffle = np.random.default_rng(SPLIT_SEED).permutation(len(labels))[: len(targets)]
+    assert torch.equal(inputs, torch.tensor(images[shuffle] / 16, dtype=torch.float32))
+    assert targets.tolist() == labels[shuffle].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("a;b\n1,5;0\n", "semicolons between its columns"), ("a\tb\n", "no column 'mean radius'")],
+)
+def test_a_table_of_another_form_is_named(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(MissingData, match=complaint) as found:
+        open_train_examples(TabularCsv(), data=tmp_path / "table.csv", part=0, num_parts=1)
+    assert "leave that row out" in found.value.remedy
