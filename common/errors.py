@@ -489,6 +489,12 @@ class NothingSummed(RoundAborted):
         "each device's own log says why; lower --learning-rate if the model diverged, or look at "
         "the devices' data"
     )
+class FirstSumClipped(RoundAborted):
+    """A run's first masked sum was clipped, at bounds that followed from no sum before."""
+    remedy = (
+        "none is needed: the round is repeated with wider bounds. If it recurs, scale the targets "
+        "or the loss, as gradients of this size resolve poorly in a ring of few bits"
+    )
 class SumOutOfRange(RoundAborted):
     """A masked sum is larger than the plans allow; the masks hide which device is at fault."""
     remedy = (

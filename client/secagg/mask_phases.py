@@ -34,7 +34,7 @@ from headwater.common.model.vectors import all_finite
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.hadamard_rotation import Rotation, rotate_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
-from headwater.common.secagg.masked_numbers import NUM_EXAMPLES, NUM_REFUSED, in_names_of
+from headwater.common.secagg.masked_numbers import NUM_EXAMPLES, NUM_REFUSED, in_names_of, widest
 from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
@@ -212,7 +212,8 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
         update.values_P, weight=update.weight, encoding=parameters.encoding, random=random
     )
     numbers = {**in_names_of(parameters.scalars, update.numbers), NUM_CLIPPED: 0}
-    _, num_clipped_numbers = encode_scalars(numbers, parameters.scalars)
+    last = widest(parameters.scalars)
+    _, num_clipped_numbers = encode_scalars({one.name: numbers[one.name] for one in last}, last)
     if state.noise_sigma is None:
         numbers[NUM_CLIPPED] = num_clipped + num_clipped_numbers
     else:

@@ -194,11 +194,12 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
         raise errors.MaskingTooWeak(
             f"{device.name}: it accepts no ring of {encoding.ring_bits} bits"
         )
-    is_rotated = encoding.ring_bits != 32
+    is_rotated = encoding.ring_bits < 32
     has_rotation = parameters.rotation_seed is not None and parameters.bounds_digest is not None
     if is_rotated != has_rotation:
         raise errors.MaskingTooWeak(
-            f"{device.name}: a ring of 16 or 8 bits needs a rotation and its bounds, one of 32 none"
+            f"{device.name}: a ring of 16 or 8 bits needs a rotation and its bounds, a wider one "
+            "none"
         )
     if not is_rotated and not floor.min_clip <= encoding.clip <= floor.max_clip:
         raise errors.MaskingTooWeak(
@@ -214,7 +215,9 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
     finest = (
         rotated_encoding(max_weight=encoding.max_weight, ring_bits=encoding.ring_bits)
         if is_rotated
-        else plan_encoding(max_weight=encoding.max_weight, clip=encoding.clip)
+        else plan_encoding(
+            max_weight=encoding.max_weight, clip=encoding.clip, ring_bits=encoding.ring_bits
+        )
     )
     if encoding != finest:
         raise errors.MaskingTooWeak(

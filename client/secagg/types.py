@@ -36,7 +36,7 @@ class Floor:
     corrupted: float = 0.1
     dropout: float = 0.1
     bits: int = SECURITY_BITS
-    ring_bits: frozenset[int] = frozenset({8, 16, 32})
+    ring_bits: frozenset[int] = frozenset({8, 16, 32, 64})
     min_clip: float = MIN_CLIP
     max_clip: float = MAX_CLIP
 

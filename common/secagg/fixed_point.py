@@ -11,7 +11,7 @@ Error of the sum if nothing was clipped (every clip is counted):
 =========  =================================  ==========================
 ring       rounding                           bound, for n devices
 =========  =================================  ==========================
-32 bits    to nearest, ties to even           n 2^-(f+1)
+64, 32     to nearest, ties to even           n 2^-(f+1)
 16, 8      stochastic, of expectation x 2^f   n 2^-f
 =========  =================================  ==========================
 
@@ -19,6 +19,10 @@ Worked example: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 1
 sum is at most 20 x 2^-17 = 1.5e-4, and of the mean 1.5e-4 / 20,000 = 7.6e-9. ``plan_encoding``
 chooses the finest f, so 2^f >= 2^30 / (W c), and the error of the mean of a complete cohort is at
 most n c 2^-31, whatever W is; for a cohort with a fraction s of its planned weight, 1/s of that.
+
+Before any sum is known, no c is right for all tasks: a regression on targets of 10^6 has gradients
+of 10^6 and more. The first vector of at most ``MAX_WIDE_VALUES`` is therefore summed in a ring of
+64 bits with c = 2^36, whose error is at most n 2^-27.
 
 With 16 bits c 2^f is about 2^15 / W: a device has w/W of 32,768 steps, with 8 bits w/W of 127. That
 suffices only for coordinates of similar size, which is why ``common/secagg/hadamard_rotation.py``
@@ -44,10 +48,12 @@ from torch import Tensor
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
 from headwater.common.model.vectors import all_finite
 
-RingBits = Literal[8, 16, 32]
-RingVector: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
-SIGNED = {8: np.int8, 16: np.int16, 32: np.int32}
-UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+RingBits = Literal[8, 16, 32, 64]
+RingVector: TypeAlias = (
+    NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
+)
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 # float32 holds 2^126 and its inverse as normal numbers, so scaling by 2^f does not round.
 MAX_SCALE_BITS = 126
@@ -55,6 +61,10 @@ CHUNK = 1 << 15  # coordinates at a time: 128 KiB of float32 stay in cache
 
 FIRST_CLIP = 2.0**8
 """c before any sum is known: a hundred times the usual coordinates of mean gradients."""
+WIDE_RING: RingBits = 64
+WIDE_CLIP = 2.0**36
+MAX_WIDE_VALUES = 1 << 22
+"""A wider ring takes 8 bytes a coordinate, once: 32 MiB here, and 2.8 GB of 350 million."""
 MAX_BLIND_CLIP = 2.0**20
 MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 """Far above any coordinate of a mean gradient, and far below the resolution of float32.
@@ -62,6 +72,7 @@ MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 A device refuses a session with a clip bound outside this range. ``follow_clip`` never leaves it,
 whatever a malicious device does to a sum.
 """
+FIRST_CLIP_ROOM = 256
 MIN_CLIP_ROOM = 16
 MAX_CLIP_ROOM = 1 << 12
 
@@ -134,9 +145,9 @@ def encode_in_place(
     """Overwrite the vector's memory with ring elements; return them and the number of clips.
 
     32-bit elements fill the memory, 16-bit elements its first half, 8-bit elements its first
-    quarter; the float32 values are lost. A coordinate is clipped at ``encoding.bound(weight)``
-    steps, or the next smaller float32. ``random`` draws the rounding of a 16-bit or 8-bit ring; by
-    default it is seeded from the system.
+    quarter; 64-bit elements are new memory, and the vector becomes zeros. A coordinate is clipped
+    at ``encoding.bound(weight)`` steps, or the next smaller float32. ``random`` draws the rounding
+    of a 16-bit or 8-bit ring; by default it is seeded from the system.
 
     Raises:
         NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
@@ -149,9 +160,11 @@ def encode_in_place(
             f"an update's weight is not in the range of 0 to {encoding.max_weight:,} of the plans"
         )
     check_finite(values)
-    is_stochastic = encoding.ring_bits != 32
+    is_stochastic = encoding.ring_bits < 32
     generator = random or np.random.default_rng() if is_stochastic else None
-    signed = values.view(SIGNED[encoding.ring_bits])[: len(values)]
+    is_wide = encoding.ring_bits == WIDE_RING
+    memory = np.empty(len(values), dtype=np.int64) if is_wide else values
+    signed = memory.view(SIGNED[encoding.ring_bits])[: len(values)]
     limit = _float32_not_above(encoding.bound(weight))
     scale = np.float32(2.0**encoding.scale_bits)
     scaled_C, steps_C = np.empty((2, min(CHUNK, len(values))), dtype=np.float32)
@@ -166,6 +179,8 @@ def encode_in_place(
         _round(steps, fraction=scaled, random=generator)
         # Element i of the ring is at or before coordinate i, so it overwrites no unread value.
         np.copyto(signed[start : start + CHUNK], steps, casting="unsafe")
+    if is_wide:
+        values.fill(0.0)
     ring: RingVector = signed.view(UNSIGNED[encoding.ring_bits])
     return ring, num_clipped
 
@@ -216,7 +231,7 @@ def decode_mean(
     """Divide the cohort's sum by its weight, chunk by chunk, into float32.
 
     Without ``out`` the mean overwrites a 32-bit total's own memory (the total is lost), and the
-    mean of a narrower total is new memory. Each coordinate is rounded once to float64 and once to
+    mean of any other total is new memory. Each coordinate is rounded once to float64 and once to
     float32: a relative error of 2^-24 in addition to that of the sum.
 
     Raises:
@@ -225,8 +240,8 @@ def decode_mean(
     if weight < 1:
         raise ValueError(f"a sum of weight {weight} has no mean")
     if out is None:
-        is_wide = total.dtype == np.uint32
-        out = total.view(np.float32) if is_wide else np.empty(len(total), dtype=np.float32)
+        fits = total.dtype == np.uint32
+        out = total.view(np.float32) if fits else np.empty(len(total), dtype=np.float32)
     signed = _signed(total)
     divisor = math.ldexp(weight, encoding.scale_bits)
     for start in range(0, len(total), CHUNK):
@@ -246,6 +261,23 @@ class ClipState:
 
     clip: float = FIRST_CLIP
     largest_mean: float = 0.0
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no sum is known yet from which a bound could follow."""
+        return not self.largest_mean
+
+
+def after_wide(state: ClipState, *, largest_mean: float) -> ClipState:
+    """Return the bound after a sum in the wide ring: 256 to 512 times its largest coordinate.
+
+    So a gradient may grow a hundred times in the first steps; the bound then halves each round, as
+    ``follow_clip`` says. A sum of zeros tells nothing.
+    """
+    if not largest_mean:
+        return state
+    clip = math.ldexp(1, math.frexp(FIRST_CLIP_ROOM * largest_mean)[1])
+    return ClipState(clip=min(max(clip, MIN_CLIP), MAX_CLIP), largest_mean=largest_mean)
 
 
 def follow_clip(state: ClipState, *, largest_mean: float, num_clipped: int) -> ClipState:

@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -159,6 +160,14 @@ def unrotate_in_place(
         _hadamard(mean_P[span], rotation.block)
         _flip(mean_P[span], signs, span.start)
     return block_rms
+
+
+def block_rms(values_P: NDArray[np.float32], rotation: Rotation) -> NDArray[np.float64]:
+    """Return the RMS of each block of a vector that is not rotated yet; the vector stays."""
+    rotated, ones = torch.from_numpy(values_P.copy()), np.ones(rotation.num_blocks, np.float32)
+    steps = steps_of(16)
+    rotate_in_place(rotated, rotation=rotation, bounds=steps * ones, max_weight=1, ring_bits=16)
+    return np.array([_rms(rotated.numpy()[span]) for span in _blocks(rotation)])
 
 
 def first_bounds(rotation: Rotation, *, bound: float = FIRST_BOUND) -> NDArray[np.float32]:

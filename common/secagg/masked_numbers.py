@@ -2,13 +2,17 @@
 
 An unmasked round reads these numbers in each device's report; a masked round learns only their
 sums: weight, examples, loss, metrics, the parts of the gradient noise scale, and the vector's
-squared norm. The bounds are public and wide, because 63 bits still resolve them finely; a number
-beyond its bound is clipped, and the clip is counted.
+squared norm. The bounds are public, and 63 bits resolve the usual range finely. A loss of 10^12, as
+of a regression on unscaled targets, is beyond it: each such number is masked twice, once finely and
+once with a bound so wide that only what has no meaning is beyond it. The fine sum counts if both
+agree; the wide one if some device was beyond the fine bound. What is beyond the wide bound is
+clipped, and the clip is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from headwater.common.errors import ModelMismatch, SumOutOfRange
 from headwater.common.messages import UpdateReport
@@ -26,19 +30,24 @@ If no device has one, a tensor that is zero in the opened sum was used by no los
 """
 CLIP_BIT = "clip_bit"
 """A private device's bit on the clip norm (``common.privacy.clip_bit``)."""
-METRIC, NOISE = "metric.", "noise."
+METRIC, NOISE, WIDE = "metric.", "noise.", "wide."
 NOISE_PARTS = ("measured_weight", "variance", "sum_variance", "squared_gradient")
 
 POSITIVE = {WEIGHT, NUM_EXAMPLES, SUMMED_WEIGHT}
-NON_NEGATIVE = {NUM_CLIPPED, NUM_REFUSED, NUM_ZERO, SQUARED_NORM, NOISE + "measured_weight"}
+NON_NEGATIVE = {
+    *(NUM_CLIPPED, NUM_REFUSED, NUM_ZERO, SQUARED_NORM, WIDE + SQUARED_NORM),
+    *(NOISE + "measured_weight", WIDE + NOISE + "measured_weight"),
+}
 """Sums that are used as divisors, or whose square root is taken."""
 
 # The rest of MAX_SCALARS is for the numbers of every session, including weight and clips.
-assert MAX_METRICS == MAX_SCALARS - 16
+assert 2 * MAX_METRICS == MAX_SCALARS - 32
 
-# Per unit of weight. With a loss above e^13, or a squared norm above 2^20, training has diverged.
+# Per unit of weight.
 MAX_LOSS = 2.0**20
 MAX_SQUARE = 2.0**20
+WIDE_FACTOR = 2.0**60
+"""Of the wide bounds: a loss up to 10^24, of an example, resolved to 10^6 and better."""
 MAX_TENSORS = 1 << 24
 
 
@@ -47,16 +56,20 @@ def bounds_of(
 ) -> dict[str, float]:
     """Return the bound of each number except weight and clips, for plans of at most this weight."""
     weight = float(largest_weight)
-    return {
+    fine = {
         LOSS: MAX_LOSS * weight,
+        SQUARED_NORM: MAX_SQUARE * weight * weight,
+        **{NOISE + part: MAX_SQUARE * weight for part in NOISE_PARTS},
+        **{METRIC + name: MAX_LOSS * weight for name in metrics},
+    }
+    return {
+        **fine,
+        **{WIDE + name: WIDE_FACTOR * bound for name, bound in fine.items()},
         NUM_EXAMPLES: float(max_examples),
         NUM_REFUSED: float(max_examples),
         # The weight that an update was summed over, before dataset weighting scaled it.
         SUMMED_WEIGHT: max(weight, float(max_examples)),
-        SQUARED_NORM: MAX_SQUARE * weight * weight,
         NUM_ZERO: float(MAX_TENSORS),
-        **{NOISE + part: MAX_SQUARE * weight for part in NOISE_PARTS},
-        **{METRIC + name: MAX_LOSS * weight for name in metrics},
     }
 
 
@@ -97,12 +110,43 @@ def in_names_of(
         ModelMismatch: the names other than those of metrics are not the session's.
     """
     names = [scalar.name for scalar in scalars if scalar.name != NUM_CLIPPED]
-    asked, known = ({name for name in some if not is_metric(name)} for some in (names, numbers))
-    if asked != known:
+    wide = {name for name in names if name.startswith(WIDE)}
+    own = [name for name in names if name not in wide]
+    asked, known = ({name for name in some if not is_metric(name)} for some in (own, numbers))
+    if asked != known or not {name.removeprefix(WIDE) for name in wide} <= {*own}:
         raise ModelMismatch(
             f"the session masks the numbers {sorted(asked)}, the update has {sorted(known)}"
         )
-    return {name: numbers.get(name, 0.0) for name in names}
+    return {name: numbers.get(name.removeprefix(WIDE), 0.0) for name in names}
+
+
+def widest(scalars: Sequence[Scalar]) -> list[Scalar]:
+    """Return the scalars without the fine ones of numbers that are masked twice.
+
+    A number that one of these clips is out of range.
+    """
+    twice = {scalar.name.removeprefix(WIDE) for scalar in scalars if scalar.name.startswith(WIDE)}
+    return [scalar for scalar in scalars if scalar.name not in twice]
+
+
+def merged_sums(
+    sums: Mapping[str, float], scalars: Iterable[Scalar], *, num_devices: int
+) -> dict[str, float]:
+    """Return each number's sum: the fine one, or the wide one if a device was beyond the fine.
+
+    Within the fine bound the two differ by their rounding, of half a step each on each device.
+    """
+    by_name = {scalar.name: scalar for scalar in scalars}
+    found = {name: value for name, value in sums.items() if not name.startswith(WIDE)}
+    for name in found:
+        if (wide := by_name.get(WIDE + name)) is None:
+            continue
+        rounding = sum(
+            math.ldexp(num_devices, -scalar.scale_bits - 1) for scalar in (wide, by_name[name])
+        )
+        if abs(sums[WIDE + name] - found[name]) > 1.01 * rounding:
+            found[name] = sums[WIDE + name]
+    return found
 
 
 def is_metric(name: str) -> bool:

@@ -71,7 +71,7 @@ Sealed = Annotated[bytes, Field(min_length=SEALED_BYTES, max_length=SEALED_BYTES
 Share = Annotated[bytes, Field(min_length=SEED_BYTES, max_length=SEED_BYTES)]
 Weight = Annotated[int, Field(ge=1, le=2**53)]
 Holders = Annotated[int, Field(ge=1, le=MAX_HOLDERS)]
-MAX_SCALARS = 64
+MAX_SCALARS = 128
 
 
 class SecureMessage(WireMessage):

@@ -225,13 +225,15 @@ def spent(row: RoundRow) -> str:
 
 
 def left_out(row: RoundRow) -> str:
-    """Return how many examples and devices a round left out, and how many updates were too long."""
+    """Return how many examples and devices a round left out, and what it clipped or found long."""
     devices = len(row.left_out)
     text = f"{row.num_examples_left_out:,} left out"
     if devices:
         text += f", and {counted(devices, 'slow device')}"
     if row.num_outliers:
         text += f"; {counted(row.num_outliers, 'update')} beyond the norm"
+    if row.num_clipped:
+        text += f"; {counted(row.num_clipped, 'masked number')} clipped"
     return text
 
 

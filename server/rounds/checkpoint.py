@@ -21,7 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, FrozenPartMismatch
+from headwater.common.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    FrozenPartMismatch,
+    system_remedy,
+)
 from headwater.common.model import frozen_part
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import write_tensors
@@ -85,9 +90,13 @@ def save(
         with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
     except (OSError, ValueError) as error:
-        raise CheckpointFailed(
-            f"round {progress.round} could not be saved in {folder}: {error}"
-        ) from error
+        raise _failed(f"round {progress.round} could not be saved in {folder}: {error}") from error
+
+
+def _failed(message: str) -> CheckpointFailed:
+    cause = system_remedy(message) or "free space under --out"
+    remedy = f"{cause}; then go on with --resume: the last committed round is kept"
+    return CheckpointFailed(message, remedy=remedy)
 
 
 def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
@@ -129,9 +138,8 @@ def keep_frozen(folder: Path, image: ModelImage) -> None:
         with atomic_writer(path) as part:
             frozen_part.write(part, image.layout, image.frozen_U8)
     except (OSError, ValueError) as error:
-        raise CheckpointFailed(
-            f"the model's frozen part could not be saved in {folder}: {error}"
-        ) from error
+        text = f"the model's frozen part could not be saved in {folder}: {error}"
+        raise _failed(text) from error
 
 
 def check_frozen(folder: Path, image: ModelImage, progress: Progress) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headwater.common.compression.model_difference import SentModel
-from headwater.common.errors import RoundAborted
+from headwater.common.errors import FirstSumClipped, RoundAborted
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.masked_numbers import NUM_ZERO
@@ -189,9 +189,12 @@ class MaskedRounds:
             )
 
         num_values = self.image.layout.num_parameters
-        bounds = None
-        if chosen.ring_bits != 32:
-            bounds = self._encoding.block_bounds(cohort.num_masked(num_values))
+        bounds, num_masked = None, cohort.num_masked(num_values)
+        ring_bits = self._encoding.ring_bits(
+            chosen.ring_bits, num_masked, is_private=cohort.privacy is not None
+        )
+        if ring_bits < 32:
+            bounds = self._encoding.block_bounds(num_masked)
 
         def run_session(group: ReadyCohort) -> UnmaskedSum:
             unmasked = sum_masked(
@@ -215,8 +218,10 @@ class MaskedRounds:
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
-        total = sums.total()
+        total, was_blind = sums.total(), self._encoding.is_blind
         done, self._encoding = decode_sum(total, self._encoding, room=room)
+        if done.num_clipped:
+            self._note_clipped(plan, done.num_clipped, total, is_first=was_blind)
         self.summed_at = model_digest
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
@@ -227,6 +232,20 @@ class MaskedRounds:
             unused = zero_tensors(done.mean_P, spans, range(len(spans)))
             done = replace(done, unused=unused)
         return done
+
+    def _note_clipped(
+        self, plan: Plan, num_clipped: int, total: UnmaskedSum, *, is_first: bool
+    ) -> None:
+        """Warn of a sum with clipped numbers; a first one is no measure, and takes no step.
+
+        Raises:
+            FirstSumClipped: no sum was known before, and its bound was a guess.
+        """
+        number = len(total.survived) * (len(total.vector_P) + len(total.numbers))
+        found = f"round {plan.round}: {num_clipped:,} of {number:,} masked numbers were clipped"
+        if is_first and plan.privacy is None:
+            raise FirstSumClipped(f"{found} at the bound of a run without a sum so far")
+        log.warning("%s: the sum is off by what was beyond their bounds, which double now", found)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""

@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 
 from headwater.common.errors import NothingSummed
 from headwater.common.secagg import masked_numbers
-from headwater.common.secagg.fixed_point import ClipState, decode_mean, follow_clip
+from headwater.common.secagg.fixed_point import (
+    MAX_WIDE_VALUES,
+    WIDE_RING,
+    ClipState,
+    RingBits,
+    after_wide,
+    decode_mean,
+    follow_clip,
+)
 from headwater.common.secagg.hadamard_rotation import (
     Rotation,
+    block_rms,
     device_spread,
     first_bounds,
     follow_bounds,
@@ -27,12 +36,16 @@ from headwater.common.secagg.hadamard_rotation import (
 from headwater.common.secagg.masked_numbers import (
     CLIP_BIT,
     check_sums,
+    merged_sums,
     metric_sums_in,
     noise_sums_in,
 )
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.secagg.unmask_phase import UnmaskedSum
+
+FIRST_ROOM = 4.0
+"""The gradient may be so many times larger after the first step than before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +55,19 @@ class EncodingState:
     clip: ClipState = field(default_factory=ClipState)
     bounds: NDArray[np.float32] | None = field(default=None, repr=False)
     """None before the first round with 16-bit values."""
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no sum is known yet from which bounds could follow."""
+        return self.clip.is_blind and self.bounds is None
+
+    def ring_bits(self, chosen: RingBits, num_values: int, *, is_private: bool) -> RingBits:
+        """Return the ring of the next sum: the wide one as long as no sum is known.
+
+        A private sum's bound follows from its clip norm, whatever the sums are.
+        """
+        is_wide = self.is_blind and not is_private and num_values <= MAX_WIDE_VALUES
+        return WIDE_RING if is_wide else chosen
 
     def block_bounds(self, num_values: int) -> NDArray[np.float32]:
         """Return the bounds of a 16-bit encoding's blocks; initial ones before the first round.
@@ -98,7 +124,8 @@ def decode_sum(
         SumOutOfRange: see ``check_numbers``.
     """
     check_numbers(unmasked)
-    numbers, parameters = unmasked.numbers, unmasked.session.parameters
+    parameters = unmasked.session.parameters
+    numbers = merged_sums(unmasked.numbers, parameters.scalars, num_devices=len(unmasked.survived))
     num_devices = len(unmasked.survived)
     if numbers[WEIGHT] == 0:
         raise NothingSummed(
@@ -106,8 +133,28 @@ def decode_sum(
         )
     weight, num_clipped = round(numbers[WEIGHT]), round(numbers[NUM_CLIPPED])
     mean_P = decode_mean(unmasked.vector_P, encoding=parameters.encoding, weight=weight)
-    if parameters.rotation_seed is None:
-        largest = float(np.abs(mean_P).max(initial=0.0))
+    largest = float(np.abs(mean_P).max(initial=0.0))
+
+    def spread() -> float:
+        return device_spread(
+            num_devices=num_devices,
+            squared_norms=numbers[masked_numbers.SQUARED_NORM],
+            weight=weight,
+            mean_norm=float(np.linalg.norm(mean_P)),
+        )
+
+    if parameters.encoding.ring_bits == WIDE_RING:
+        clip = after_wide(state.clip, largest_mean=largest)
+        rotation = Rotation(seed=bytes(32), num_coordinates=parameters.num_values)
+        bounds = follow_bounds(
+            first_bounds(rotation),
+            block_rms=block_rms(mean_P, rotation),
+            spread=spread(),
+            clipped=0.0,
+            room=FIRST_ROOM * room,
+        )
+        after = EncodingState(clip=clip, bounds=bounds if largest else None)
+    elif parameters.rotation_seed is None:
         clip = follow_clip(state.clip, largest_mean=largest, num_clipped=num_clipped)
         after = EncodingState(clip=clip, bounds=state.bounds)
     else:
@@ -120,16 +167,10 @@ def decode_sum(
             max_weight=parameters.encoding.max_weight,
             ring_bits=parameters.encoding.ring_bits,
         )
-        spread = device_spread(
-            num_devices=num_devices,
-            squared_norms=numbers[masked_numbers.SQUARED_NORM],
-            weight=weight,
-            mean_norm=float(np.linalg.norm(mean_P)),
-        )
         share = num_clipped / (num_devices * parameters.num_values)
         after = EncodingState(
             clip=state.clip,
-            bounds=follow_bounds(bounds, block_rms=rms, spread=spread, clipped=share, room=room),
+            bounds=follow_bounds(bounds, block_rms=rms, spread=spread(), clipped=share, room=room),
         )
     round_sum = RoundSum(
         names=unmasked.survived,

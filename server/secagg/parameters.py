@@ -164,9 +164,9 @@ def _encoding(setup: SessionSetup, weights: Sequence[int], num_members: int) -> 
         encoding = plan_encoding(max_weight=planned_weight, clip=clip)
         check_room(terms, encoding, num_values=setup.num_values, num_members=num_members)
         return encoding
-    if setup.ring_bits != 32:
+    if setup.ring_bits < 32:
         return rotated_encoding(max_weight=planned_weight, ring_bits=setup.ring_bits)
-    return plan_encoding(max_weight=planned_weight, clip=setup.clip)
+    return plan_encoding(max_weight=planned_weight, clip=setup.clip, ring_bits=setup.ring_bits)
 
 
 def _scalars(setup: SessionSetup, num_devices: int, max_weight: int) -> Iterable[Scalar]:

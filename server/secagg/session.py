@@ -22,6 +22,7 @@ from headwater.common.compression_terms import num_masked
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.secagg.fixed_point import WIDE_CLIP, WIDE_RING
 from headwater.common.secagg.masked_numbers import bounds_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.secagg.protocol import PHASES, Phase, Request, SessionNumber
@@ -112,7 +113,10 @@ def setup_of(
     assert settings.aggregation != "off"
     num_values = cohort.num_masked(num_values)
     seed = digest = None
-    if settings.ring_bits != 32:
+    ring_bits = state.ring_bits(
+        settings.ring_bits, num_values, is_private=cohort.privacy is not None
+    )
+    if ring_bits < 32:
         seed = rotation_seed
         digest = hashlib.sha256(state.block_bounds(num_values).tobytes()).digest()
     return SessionSetup(
@@ -123,8 +127,8 @@ def setup_of(
         plan_digest=cohort.plan_digest,
         num_values=num_values,
         planned_weights=cohort.planned_weights,
-        clip=state.clip.clip,
-        ring_bits=settings.ring_bits,
+        clip=WIDE_CLIP if ring_bits == WIDE_RING else state.clip.clip,
+        ring_bits=ring_bits,
         bounds=bounds_of(
             cohort.metrics,
             largest_weight=max(limits.planned_weights.values(), default=1),
