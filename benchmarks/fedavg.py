@@ -60,11 +60,9 @@ class Federation:
         """Load the task; the fleet and its number of devices are those of the settings."""
         self._num_epochs = num_epochs
         assert settings.task is not None
-        self.trainer = Trainer(settings.task, replace_batch_norm=False, check_task=False)
+        self.trainer = Trainer(settings.task, batch_norm=None, check_task=False)
         self.task: Task = self.trainer.task
-        self.image: ModelImage = build_model(
-            self.task, seed=settings.seed, replace_batch_norm=False
-        )
+        self.image: ModelImage = build_model(self.task, seed=settings.seed, batch_norm=None)
         self.finishes: list[float] = []
         self._settings = settings
         self._learning_rate = learning_rate

@@ -78,11 +78,9 @@ class FlowerRun:
         assert settings.task is not None
         self._settings, self._algorithm, self._rate = settings, algorithm, rate
         self._batch_size = batch_size
-        self._trainer = Trainer(settings.task, replace_batch_norm=False, check_task=False)
+        self._trainer = Trainer(settings.task, batch_norm=None, check_task=False)
         self._task: Task = self._trainer.task
-        self._image: ModelImage = build_model(
-            self._task, seed=settings.seed, replace_batch_norm=False
-        )
+        self._image: ModelImage = build_model(self._task, seed=settings.seed, batch_norm=None)
         self._identities = identities_of(settings)
         self._data: dict[int, tuple[Tensor, ...]] = {}
         self._num_examples = 0.0

@@ -48,7 +48,7 @@ def measure(spec: str, size: int) -> Figures:
     """Return the foreseen and the measured peak of a window, in this process."""
     torch.set_num_threads(1)
     machine = ThisMachine()
-    trainer = Trainer(spec, replace_batch_norm=True, check_task=True)
+    trainer = Trainer(spec, batch_norm="group", check_task=True)
     trainer.machine = machine
     identity = Identity(name="device", data=None, part=0, num_parts=1)
     trainer.examples(identity)

@@ -171,7 +171,10 @@ class TaskNotAdditive(TaskError):
     remedy = "return the sum of the per-example losses and what it was summed over, never a mean"
 class BatchDependentLayer(TaskError):
     """The output of a layer for one example depends on the rest of the batch."""
-    remedy = "use GroupNorm or LayerNorm, or let --replace-batch-norm put GroupNorm in its place"
+    remedy = (
+        "for a pretrained network --batch-norm frozen, which keeps its running statistics; for one "
+        "from scratch --batch-norm group, which puts GroupNorm in its place, or a norm of your own"
+    )
 class BuffersChanged(TaskError):
     """A pass wrote to a buffer or a parameter of the model; they belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
@@ -266,7 +269,7 @@ class ModelMismatch(DeviceRefused):
     ``layout`` has the rows of the model that was expected (``common.model.mismatch``), if known.
     """
     remedy = (
-        "give server and client the same task file, and the same --replace-batch-norm and "
+        "give server and client the same task file, and the same --batch-norm and "
         "--frozen-dtype"
     )
     def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:

@@ -30,7 +30,7 @@ def run_trainer(settings: Settings) -> Trainer:
     return trainer_of(
         settings.task,
         settings.algorithm.model_dump_json(),
-        replace_batch_norm=settings.model.replace_batch_norm,
+        batch_norm=settings.model.batch_norm,
         local_parameters=settings.model.local_parameters,
         frozen_dtype=settings.model.frozen_dtype,
         memory_limit_bytes=settings.client.memory_limit_bytes,
@@ -44,7 +44,7 @@ def trainer_of(
     task: str,
     algorithm_json: str,
     *,
-    replace_batch_norm: bool,
+    batch_norm: str | None,
     local_parameters: str | None,
     frozen_dtype: str | None,
     memory_limit_bytes: int | None,
@@ -55,7 +55,7 @@ def trainer_of(
     algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
     return Trainer(
         task,
-        replace_batch_norm=replace_batch_norm,
+        batch_norm=batch_norm,
         local_parameters=local_parameters,
         frozen_dtype=frozen_dtype,
         limits=MemoryLimits(memory_limit_bytes),

@@ -59,7 +59,7 @@ class Trainer:
         self,
         task_spec: str,
         *,
-        replace_batch_norm: bool,
+        batch_norm: str | None,
         check_task: bool,
         local_parameters: str | None = None,
         frozen_dtype: str | None = None,
@@ -73,7 +73,7 @@ class Trainer:
             OutOfMemory: the limits have no room for model and vector.
             HeadwaterError: the task cannot be loaded, see ``headwater.common.task.load_task``.
         """
-        self._replace_batch_norm, self._frozen_dtype = replace_batch_norm, frozen_dtype
+        self._batch_norm, self._frozen_dtype = batch_norm, frozen_dtype
         self.task = load_task(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
@@ -154,7 +154,7 @@ class Trainer:
             self.task,
             seed=seed,
             within=within,
-            replace_batch_norm=self._replace_batch_norm,
+            batch_norm=self._batch_norm,
             local_parameters=self.local_parameters,
             frozen_dtype=self._frozen_dtype,
         )

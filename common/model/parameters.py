@@ -19,14 +19,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headwater.common.errors import BatchDependentLayer, ModelMismatch
+from headwater.common.errors import ModelMismatch
 from headwater.common.model import frozen_part
-from headwater.common.model.bfloat16_weights import store_in_bfloat16
-from headwater.common.model.frozen_part import Fingerprint
-from headwater.common.model.group_norm import (
+from headwater.common.model.batch_norm import (
     GroupNormArguments,
+    freeze_statistics,
+    refuse_batch_dependent,
     replace_batch_norm_by_group_norm,
 )
+from headwater.common.model.bfloat16_weights import store_in_bfloat16
+from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.layout import changed, layout_of, named_tensors
 from headwater.common.model.local_parameters import local_names
 from headwater.common.model.tensor_file import tensors_of, without_wrappers
@@ -197,15 +199,16 @@ def build_model(
     task: Task,
     *,
     seed: int,
-    replace_batch_norm: bool = False,
+    batch_norm: str | None = None,
     local_parameters: str | None = None,
     frozen_dtype: str | None = None,
     within: Build | None = None,
 ) -> ModelImage:
     """Build the task's model under the run's seed and move it into blocks.
 
-    ``frozen_dtype`` is that of the settings: "bfloat16" stores the frozen weights in it. ``within``
-    calls the task's ``new_model`` and returns the model, or raises.
+    ``batch_norm`` and ``frozen_dtype`` are those of the settings: "frozen" leaves the layers with
+    their running statistics, "group" puts GroupNorm in their place; "bfloat16" stores the frozen
+    weights in it. ``within`` calls the task's ``new_model`` and returns the model, or raises.
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
@@ -215,7 +218,9 @@ def build_model(
         torch.manual_seed(seed)
         build = partial(built_model, task)
         model = build() if within is None else within(build)
-    replaced = replace_batch_norm_by_group_norm(model) if replace_batch_norm else None
+    replaced = replace_batch_norm_by_group_norm(model) if batch_norm == "group" else None
+    if batch_norm == "frozen":
+        freeze_statistics(model)
     if frozen_dtype is not None:
         store_in_bfloat16(model)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
@@ -237,26 +242,3 @@ def state_dict(image: ModelImage) -> dict[str, Tensor]:
         seen.add(tensor.data_ptr())
         state[names[name]] = tensor.clone() if is_alias else tensor.contiguous()
     return state
-
-
-def _batch_dependent(module: nn.Module) -> bool:
-    norms = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, norms) or (
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-    )
-
-
-def refuse_batch_dependent(model: nn.Module) -> None:
-    """Refuse a model with layers whose output depends on the rest of the batch.
-
-    Raises:
-        BatchDependentLayer: naming the layers.
-    """
-    layers = [
-        f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _batch_dependent(m)
-    ]
-    if layers:
-        raise BatchDependentLayer(
-            f"the model has {len(layers)} layer(s) that mix the examples of a batch: "
-            f"{', '.join(layers[:5])}{', ...' if len(layers) > 5 else ''}"
-        )

@@ -26,8 +26,8 @@ from headwater.common.errors import (
     remedy_in_traceback,
 )
 from headwater.common.model.adapter import BASE_KEY, with_base
+from headwater.common.model.batch_norm import GroupNormArguments, replay
 from headwater.common.model.bfloat16_weights import stored_in_bfloat16
-from headwater.common.model.group_norm import GroupNormArguments, replay
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
@@ -129,7 +129,7 @@ def load_model(
             an installed module or a file below the working folder.
         local: after a run with ``--local-parameters``: the file in which a device kept its own.
 
-    The layers that ``--replace-batch-norm`` replaced are replaced again. The caller's random state
+    The layers that ``--batch-norm group`` replaced are replaced again. The caller's random state
     is left as it was.
 
     Raises:

@@ -35,7 +35,10 @@ class CohortSettings(Branch):
         None, "a round ends then with the updates it has; not set: wait for all", "--deadline"
     )
     max_aborted_rounds: Count = setting(
-        5, "aborted rounds in a row after which the run gives up", on=""
+        5,
+        "aborted rounds in a row after which the run gives up; before each new try it waits, 0.5 s "
+        "and then twice as long each time, up to 8 s",
+        on="",
     )
     weighting: Literal["samples", "dataset"] = setting(
         "samples", "weight of an update; samples: its own; dataset: its client's examples"

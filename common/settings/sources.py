@@ -37,6 +37,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "it was two decisions: plain_text (--plain-text) for a run without TLS and certificates, "
         "public_metrics (--public-metrics) for --metrics beyond loopback",
     ),
+    "model.replace_batch_norm": (
+        False,
+        "use model.batch_norm: group (--batch-norm group) puts GroupNorm in place of BatchNorm, as "
+        "before; frozen (--batch-norm frozen) keeps pretrained statistics",
+    ),
     "plan.local_steps": (1, "use local.steps (--local-steps)"),
     "plan.local_learning_rate": (0.1, "use local.learning_rate (--local-learning-rate)"),
     "simulation.compile": (False, "leave it out: it seldom made a run faster"),

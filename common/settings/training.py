@@ -315,10 +315,11 @@ class ModelSettings(Branch):
         "--initial-model",
         on=RUNS,
     )
-    replace_batch_norm: bool = setting(
-        False,
-        "use GroupNorm in place of BatchNorm, which mixes examples; the same on both sides",
-        "--replace-batch-norm/--keep-batch-norm",
+    batch_norm: Literal["frozen", "group"] | None = setting(
+        None,
+        "frozen: keep BatchNorm's running statistics as they are, and train its scale and shift, "
+        "as for a pretrained network; group: GroupNorm in its place, for a network without "
+        "statistics; the same on both sides; not set: BatchNorm in training mode is refused",
     )
     frozen_dtype: Literal["bfloat16"] | None = setting(
         None,

@@ -77,7 +77,7 @@ class Training:
         self.image = build_model(
             self.task,
             seed=settings.seed,
-            replace_batch_norm=settings.model.replace_batch_norm,
+            batch_norm=settings.model.batch_norm,
             local_parameters=settings.model.local_parameters,
             frozen_dtype=settings.model.frozen_dtype,
         )

@@ -48,7 +48,7 @@ def test_what_init_writes_and_the_waits_for_devices_are_an_aggregator_s_own() ->
                 "server": {**UPSTREAM, "listen": "0.0.0.0:8500", "upstream_config": "client.toml"},
                 "cohort": {"deadline_seconds": 60.0, "reconnect_seconds": 10.0},
                 "tls": files,
-                "model": {"replace_batch_norm": True},
+                "model": {"batch_norm": "group"},
             }
         )
     )

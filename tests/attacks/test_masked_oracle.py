@@ -45,7 +45,7 @@ def device(tmp_path: Path) -> Node:
     """Return a device whose owner requires masks, and lets a plan ask for one example."""
     (tmp_path / "labels.py").write_text(TASK)
     spec = f"{tmp_path}/labels.py:Labels"
-    trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
+    trainer = Trainer(spec, batch_norm=None, check_task=False)
     secure = {"aggregation": "semi-honest", "min_quota": 1}
     chosen = settings_of(task=spec, secure=secure)
     identity = Identity(name="pi", data=None, part=0, num_parts=1)

@@ -28,7 +28,7 @@ RUN_IDS = itertools.count()
 @cache
 def device() -> Trainer:
     """Return the trainer of devices whose own task builds another frozen part."""
-    return Trainer(TASK, replace_batch_norm=False, check_task=False, seed=0)
+    return Trainer(TASK, batch_norm=None, check_task=False, seed=0)
 
 
 def server() -> ModelImage:

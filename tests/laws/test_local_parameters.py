@@ -83,7 +83,7 @@ class Device:
 def trainer() -> Trainer:
     return Trainer(
         "tests/tasks.py:TwoLayers",
-        replace_batch_norm=False,
+        batch_norm=None,
         check_task=False,
         local_parameters=PATTERNS,
     )
@@ -160,7 +160,7 @@ def test_a_client_that_was_never_counted_begins_with_the_run_s_own_initial_value
     device = Device(part=0, home=trainer())
     built = Trainer(
         "tests/tasks.py:TwoLayers",
-        replace_batch_norm=False,
+        batch_norm=None,
         check_task=False,
         local_parameters=PATTERNS,
     )._built(seed=0)

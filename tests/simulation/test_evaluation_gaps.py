@@ -78,7 +78,7 @@ def run(task: str, **changes: Any) -> list[RoundRow]:
 
 def num_held_out_nan() -> int:
     """Return how many of device 0's NaN rows are among those that it holds out."""
-    trainer = Trainer(f"{HERE}:Gaps", replace_batch_norm=False, check_task=False)
+    trainer = Trainer(f"{HERE}:Gaps", batch_norm=None, check_task=False)
     one = Identity(name="0", data=None, part=0, num_parts=2)
     _, held_out = trainer.split(one, run_seed=0, fraction=0.5)
     return sum(bool(held_out[at][0].isnan().any()) for at in range(len(held_out)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -104,10 +104,34 @@ FORMS = [
 ]
 
 
-def plain_step(task: Any, *, seed: int = 0) -> dict[str, Tensor]:
+class Pretrained(Plain):
+    """A network whose BatchNorm has statistics, as one that was trained before."""
+
+    def new_model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(4)
+        norm.running_mean, norm.running_var = torch.arange(4.0), torch.arange(1.0, 5.0)
+        return nn.Sequential(nn.Linear(2, 4), norm, nn.Tanh(), nn.Linear(4, NUM_CLASSES))
+
+
+class KeepsItsNorm(Pretrained):
+    """Keeps its BatchNorm in evaluation mode by itself."""
+
+    def new_model(self) -> nn.Module:
+        return Evaluating(*super().new_model().children())
+
+
+class Evaluating(nn.Sequential):
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def plain_step(task: Any, *, model: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the model's tensors after one SGD step on the mean over all examples."""
-    torch.manual_seed(seed)
-    model = task.new_model()
+    torch.manual_seed(0)
+    model = task.new_model() if model is None else model
+    assert model is not None
     examples = task.train_examples(data=None, part=0, num_parts=1)
     loss, weight = task.loss_sum(model, task.collate(list(examples)))
     (loss / weight).backward()
@@ -115,10 +139,31 @@ def plain_step(task: Any, *, seed: int = 0) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("compute", ["one-by-one", "vectorised"])
+@pytest.mark.parametrize(("form", "chosen"), [(Pretrained, "frozen"), (KeepsItsNorm, None)])
+def test_a_pretrained_batch_norm_keeps_its_statistics_and_trains_scale_and_shift(
+    form: Any, chosen: str | None, compute: str, tmp_path: Path
+) -> None:
+    run = simulated(form, tmp_path, batch_norm=chosen, compute=compute)
+    torch.manual_seed(0)
+    model = form().new_model()
+    model.train()
+    model[1].eval()
+    expected = plain_step(form(), model=model)
+    assert_same(run.model.state_dict(), expected)
+    assert run.model.state_dict()["1.running_mean"].equal(torch.arange(4.0))
+    assert not run.model.state_dict()["1.weight"].equal(torch.ones(4))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_round_takes_the_step_of_plain_torch(form: Any, tmp_path: Path) -> None:
-    run = headwater.simulate(
+    run = simulated(form, tmp_path)
+    assert_same(run.model.state_dict(), plain_step(form()))
+
+
+def simulated(form: Any, out: Path, **changes: Any) -> headwater.Run:
+    return headwater.simulate(
         form,
         clients=1,
         rounds=1,
@@ -126,10 +171,13 @@ def test_a_round_takes_the_step_of_plain_torch(form: Any, tmp_path: Path) -> Non
         micro_batch_size=NUM_EXAMPLES // 2,
         optimizer="sgd",
         learning_rate=RATE,
-        out=tmp_path,
+        out=out,
         progress=False,
+        **changes,
     )
-    expected = plain_step(form())
-    assert run.model.state_dict().keys() == expected.keys()
-    for name, tensor in run.model.state_dict().items():
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=ROUNDING, atol=ROUNDING)

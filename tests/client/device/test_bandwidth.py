@@ -86,7 +86,7 @@ def described(node: Node, trainer: Trainer) -> Vitals:
 def test_a_node_reports_its_measured_rates(tmp_path: Path) -> None:
     spec = "tests/tasks.py:TwoLayers"
     settings = load(None, {"task": spec, "check_task": False})
-    trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
+    trainer = Trainer(spec, batch_norm=None, check_task=False)
     identity = Identity(name="pi", data=None, part=0, num_parts=1)
     node = Node(app, trainer, identity, settings, tmp_path)
     node.enter(7)

@@ -29,7 +29,7 @@ PI = Identity(name="pi", data=None, part=0, num_parts=1)
 def trainer(patterns: str | None = "1.*") -> Trainer:
     return Trainer(
         "tests/tasks.py:TwoLayers",
-        replace_batch_norm=False,
+        batch_norm=None,
         check_task=False,
         local_parameters=patterns,
     )

@@ -46,7 +46,7 @@ def known(base: float, each: float) -> PeakModel:
 def test_what_is_there_at_rest_is_told_apart_by_kind_and_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "adapted.py"
     path.write_text(ADAPTED)
-    trainer = Trainer(f"{path}:Adapted", replace_batch_norm=False, check_task=False)
+    trainer = Trainer(f"{path}:Adapted", batch_norm=None, check_task=False)
     parts = {part.name: part for part in parts_at_rest(trainer, 300 * MB)}
     assert parts["parameters, trained"][1:] == (4 * 16, "16 float32")
     assert parts["parameters, frozen"][1:] == (2 * 32, "32 bfloat16")

@@ -14,9 +14,7 @@ from headwater.client.training.context import Identity
 def test_the_bytes_per_token_are_printed_where_examples_differ_in_length(
     task: str, has_tokens: bool
 ) -> None:
-    trainer = Trainer(
-        f"tests/laws/architectures.py:{task}", replace_batch_norm=False, check_task=False
-    )
+    trainer = Trainer(f"tests/laws/architectures.py:{task}", batch_norm=None, check_task=False)
     identity = Identity(name="pi", data=None, part=0, num_parts=1)
     texts = [text for _, text in measurements(trainer, identity, ThisMachine())]
     per_token = [text for text in texts if "per token: an example has usually" in text]

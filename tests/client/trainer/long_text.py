@@ -68,7 +68,7 @@ def main() -> None:
     """Check, describe and train on all texts; print what was summed."""
     logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
-    trainer = Trainer(f"{__file__}:Texts", replace_batch_norm=False, check_task=True)
+    trainer = Trainer(f"{__file__}:Texts", batch_norm=None, check_task=True)
     identity, machine = Identity(name="pi", data=None, part=0, num_parts=1), ThisMachine()
     trainer.machine = machine
     request = DescribeRequest(

@@ -81,7 +81,7 @@ def test_without_room_for_bfloat16_copies_auto_takes_float32() -> None:
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "auto"])
 def test_a_device_reports_what_it_computes_in(wanted: Precision) -> None:
     spec = f"{Path(__file__)}:Probed"
-    home = Trainer(spec, replace_batch_norm=False, check_task=False)
+    home = Trainer(spec, batch_norm=None, check_task=False)
     request = DescribeRequest(
         run_seed=0,
         wants_speed=False,

@@ -65,7 +65,7 @@ GAPS, PICTURES = "tests/stranger_tasks/csv_with_gaps.py", "tests/stranger_tasks/
 
 
 def checked(spec: str) -> CheckReport:
-    trainer = Trainer(spec, replace_batch_norm=True, check_task=False)
+    trainer = Trainer(spec, batch_norm="group", check_task=False)
     return trainer.check(trainer.task.train_examples(data=None, part=0, num_parts=1), "pi")
 
 

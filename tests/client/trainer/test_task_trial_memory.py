@@ -33,7 +33,7 @@ from headwater.client.memory.peak_model import PeakMeter, resident_bytes
 from headwater.client.trainer.trainer import Trainer
 
 torch.set_num_threads(1)
-trainer = Trainer(sys.argv[1], replace_batch_norm=False, check_task=False)
+trainer = Trainer(sys.argv[1], batch_norm=None, check_task=False)
 examples = trainer.task.train_examples(data=None, part=0, num_parts=1)
 trainer.image.model(examples[0]).sum().item()  # loads the libraries of a product
 before, meter = resident_bytes(), PeakMeter()

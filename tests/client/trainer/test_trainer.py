@@ -83,7 +83,7 @@ def plan(round_number: int = 1, quota: int = 8, counted_round: int | None = None
 
 
 def trainer(spec: str = "tests/tasks.py:TwoLayers", *, check_task: bool = False) -> Trainer:
-    return Trainer(spec, replace_batch_norm=False, check_task=check_task)
+    return Trainer(spec, batch_norm=None, check_task=check_task)
 
 
 def test_buffers_changed_by_one_client_are_restored_for_the_next(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Machine:
 @pytest.fixture
 def home(tmp_path: Path) -> Trainer:
     (tmp_path / "deep.py").write_text(TASK)
-    return Trainer(f"{tmp_path}/deep.py:Deep", replace_batch_norm=False, check_task=True)
+    return Trainer(f"{tmp_path}/deep.py:Deep", batch_norm=None, check_task=True)
 
 
 def identity(part: int) -> Identity:

@@ -36,7 +36,7 @@ class HalfBad:
 def test_the_sampler_moves_past_a_window_without_usable_examples(tmp_path: Path) -> None:
     file = tmp_path / "half_bad.py"
     file.write_text(TASK)
-    trainer = Trainer(f"{file}:HalfBad", replace_batch_norm=False, check_task=False)
+    trainer = Trainer(f"{file}:HalfBad", batch_norm=None, check_task=False)
     identity = Identity(name="device", data=None, part=0, num_parts=1)
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
     walk = SamplerState()
@@ -51,7 +51,7 @@ def test_the_sampler_moves_past_a_window_without_usable_examples(tmp_path: Path)
 def test_a_plan_for_more_local_steps_than_a_device_can_list_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "half_bad.py"
     file.write_text(TASK)
-    trainer = Trainer(f"{file}:HalfBad", replace_batch_norm=False, check_task=False)
+    trainer = Trainer(f"{file}:HalfBad", batch_norm=None, check_task=False)
     identity = Identity(name="device", data=None, part=0, num_parts=1)
     plan = Plan(
         round=1, run_seed=0, model_version=0, quota=2**40, micro_batch_size=2**31, local_steps=2

@@ -230,7 +230,7 @@ def test_a_loss_sum_that_replaces_the_gradients_is_a_task_error() -> None:
 
 
 def train(quota: int, state: SamplerState, **changes: Any) -> SamplerState:
-    home = Trainer("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
+    home = Trainer("tests/tasks.py:TwoLayers", batch_norm=None, check_task=False)
     chosen = plan(quota, 4, privacy=terms(1.0, quota), **changes)
     identity = Identity(name="0", data=None, part=0, num_parts=2)
     return home.train(identity, ThisMachine(), chosen, state)[1]

@@ -25,7 +25,7 @@ GAPS = "tests/stranger_tasks/csv_with_gaps.py"
 
 
 def trained(spec: str, *, num_rounds: int = 1) -> None:
-    trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
+    trainer = Trainer(spec, batch_norm=None, check_task=False)
     device = Identity(name="pi", data=None, part=0, num_parts=1)
     chosen = Plan(round=3, run_seed=0, model_version=0, quota=40, micro_batch_size=4)
     for _ in range(num_rounds):

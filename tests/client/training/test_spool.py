@@ -164,7 +164,7 @@ def test_a_stop_request_after_a_restart_sends_the_spooled_sum(tmp_path: Path) ->
 
 
 def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
-    home = Trainer("tests/tasks.py:TwoLayers", replace_batch_norm=False, check_task=False)
+    home = Trainer("tests/tasks.py:TwoLayers", batch_norm=None, check_task=False)
     kept = spool(tmp_path)
     kept.path.write_bytes(b"of a window in which nothing could be summed")
     home.task = training_context(CutOff(), examples(1)).task
@@ -188,7 +188,7 @@ from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan
 
 folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-home = Trainer("tests/laws/architectures.py:Ragged", replace_batch_norm=False, check_task=False)
+home = Trainer("tests/laws/architectures.py:Ragged", batch_norm=None, check_task=False)
 plain, num_seen = home.task.loss_sum, [0]
 
 def loss_sum(model, batch):

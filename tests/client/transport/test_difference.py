@@ -33,7 +33,7 @@ class Device:
     """A device that holds a model, and the difference to the server's next one."""
 
     def __init__(self, folder: Path) -> None:
-        trainer = Trainer(TASK, replace_batch_norm=False, check_task=False)
+        trainer = Trainer(TASK, batch_norm=None, check_task=False)
         identity = Identity(name="pi", data=None, part=0, num_parts=1)
         settings = load(None, {"task": TASK, "check_task": False})
         self.image = trainer.image

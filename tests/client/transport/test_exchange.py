@@ -73,7 +73,7 @@ class Device:
         (folder / NAME).write_text(TASK)
         spec = f"{folder}/{NAME}:Large"
         settings = load(None, {"task": spec, "check_task": False, **changes})
-        trainer = Trainer(spec, replace_batch_norm=False, check_task=False)
+        trainer = Trainer(spec, batch_norm=None, check_task=False)
         identity = Identity(name="pi", data=None, part=0, num_parts=1)
         self.node = Node(app, trainer, identity, settings, folder)
         self.node.enter(1)

@@ -28,7 +28,7 @@ async def no_stream(frame: ClientFrame) -> None:
 
 def policy(folder: Path, *, spare_bytes: int) -> tuple[LeavePolicy, int]:
     """Return the policy of a device with few bytes a day, and the parameters of its model."""
-    trainer = Trainer(TASK, replace_batch_norm=False, check_task=False)
+    trainer = Trainer(TASK, batch_norm=None, check_task=False)
     layout = trainer.image.layout
     chosen = ClientSettings(bytes_per_day=ROUND_SLACK_BYTES + spare_bytes, state=folder)
     available = Availability(

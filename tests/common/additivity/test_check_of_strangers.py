@@ -20,7 +20,7 @@ PICTURES, REGRESSION = "tests/stranger_tasks/pictures.py", "tests/stranger_tasks
 
 def checked(spec: str) -> tuple[str, ...]:
     task = load_task(spec)
-    model = build_model(task, seed=0, replace_batch_norm=True).model
+    model = build_model(task, seed=0, batch_norm="group").model
     return check_additive(task, model, task.train_examples(data=None, part=0, num_parts=1))
 
 
@@ -89,6 +89,6 @@ def test_a_nan_is_the_same_as_a_nan_and_containers_are_compared_within() -> None
 def test_each_example_is_read_once_and_one_again_to_see_whether_it_differs() -> None:
     task = load_task(f"{PICTURES}:Augmented")
     examples = task.train_examples(data=None, part=0, num_parts=1)
-    model = build_model(task, seed=0, replace_batch_norm=True).model
+    model = build_model(task, seed=0, batch_norm="group").model
     check_additive(task, model, examples)
     assert getattr(examples, "num_fetched") == NUM_COMPARED + 1  # noqa: B009 - not of Examples

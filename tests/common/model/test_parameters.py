@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -19,7 +21,11 @@ from headwater.common.errors import (
     TaskError,
     UnsupportedModel,
 )
-from headwater.common.model.group_norm import replace_batch_norm_by_group_norm, replay
+from headwater.common.model.batch_norm import (
+    freeze_statistics,
+    replace_batch_norm_by_group_norm,
+    replay,
+)
 from headwater.common.model.layout import layout_of
 from headwater.common.model.parameters import (
     ModelImage,
@@ -208,6 +214,47 @@ def test_a_layer_that_mixes_the_batch_is_refused_by_name(norm: nn.Module) -> Non
 )
 def test_a_layer_that_does_not_mix_the_batch_is_accepted(norm: nn.Module) -> None:
     ModelImage(normed(norm))
+
+
+class Kept(nn.Sequential):
+    """Keeps its first layer in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_batch_norm_that_the_model_keeps_in_evaluation_mode_is_accepted() -> None:
+    model = Kept(nn.BatchNorm1d(2), nn.Linear(2, 2)).train()
+    ModelImage(model)
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_a_batch_norm_in_evaluation_mode_that_training_would_switch_is_refused() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).eval()
+    with pytest.raises(BatchDependentLayer):
+        ModelImage(model)
+    assert not any(module.training for module in model.modules())
+
+
+def test_frozen_statistics_stay_frozen_in_training_mode_and_in_a_copy() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    freeze_statistics(model)
+    for one in (model, copy.deepcopy(model)):
+        one.train()
+        before = one.state_dict()["0.running_mean"].clone()
+        both, first = one(torch.tensor([[1.0, 2], [5, 6]])), one(torch.tensor([[1.0, 2]]))
+        assert both[:1].equal(first)
+        assert one.state_dict()["0.running_mean"].equal(before)
+    assert copy.deepcopy(model)[0].train() is not model[0]
+
+
+def test_a_batch_norm_without_statistics_cannot_be_frozen() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
+    freeze_statistics(model)
+    with pytest.raises(BatchDependentLayer, match="BatchNorm1d"):
+        ModelImage(model)
 
 
 def test_a_replaced_batch_norm_keeps_scale_and_shift() -> None:

@@ -63,7 +63,7 @@ WRAPPED = [network, compiled, parallel, inner]
 
 
 def trained(build: Callable[[], nn.Module]) -> ModelImage:
-    image = build_model(Given(squares, build), seed=0, replace_batch_norm=True)
+    image = build_model(Given(squares, build), seed=0, batch_norm="group")
     image.values_P.uniform_(generator=torch.Generator().manual_seed(9))
     return image
 

@@ -48,7 +48,7 @@ class WiderPictures(Pictures):
 
 def saved(folder: Path, task: TwoLayers, *, name: str | None = TASK, **changes: Any) -> Path:
     settings = Settings.model_validate({"task": name, "seed": 3, **changes})
-    image = build_model(task, seed=settings.seed, replace_batch_norm=True)
+    image = build_model(task, seed=settings.seed, batch_norm="group")
     image.values_P.uniform_(generator=torch.Generator().manual_seed(9))
     save_model(folder / MODEL, image, settings, round_number=7)
     return folder / MODEL
@@ -110,7 +110,7 @@ def test_the_record_tells_no_path_address_or_secret() -> None:
 
 def test_a_loaded_model_gives_the_trained_model_s_outputs(tmp_path: Path) -> None:
     saved(tmp_path, Pictures())
-    trained = build_model(Pictures(), seed=3, replace_batch_norm=True).model
+    trained = build_model(Pictures(), seed=3, batch_norm="group").model
     trained.load_state_dict(load_file(tmp_path / MODEL))
     loaded = load_model(tmp_path, Pictures())
     assert not loaded.training

@@ -59,7 +59,7 @@ def step_of(settings: Settings) -> list[float]:
     """Return how far a run of one round moved the model of its seed."""
     assert settings.out is not None
     assert settings.task is not None
-    start = build_model(load_task(settings.task), seed=0, replace_batch_norm=False)
+    start = build_model(load_task(settings.task), seed=0, batch_norm=None)
     end = load_file(settings.out / MODEL)
     moved = [end[name].double() - was.double() for name, was in state_dict(start).items()]
     return torch.cat([part.flatten() for part in moved]).tolist()

@@ -1,4 +1,8 @@
-"""Replaces BatchNorm, which mixes the examples of a batch, by GroupNorm, which does not.
+"""BatchNorm, which mixes the examples of a batch: refused, frozen, or replaced by GroupNorm.
+
+With its running statistics, as in evaluation mode, a BatchNorm is a scale and a shift of each
+channel and mixes nothing. So a pretrained network is fine-tuned: the statistics stay as they are,
+the scale and the shift are trained. A network without statistics of its own needs another norm.
 
 The saved model records each replacement with GroupNorm's arguments, so that the same layers can be
 put into a model that the task builds anew, here or in plain PyTorch (docs/model.md).
@@ -8,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from headwater.common.errors import ModelMismatch
+from headwater.common.errors import BatchDependentLayer, ModelMismatch
 from headwater.common.model.tensor_file import without_wrappers
 
 
@@ -29,6 +35,48 @@ class GroupNormArguments:
         return nn.GroupNorm(**asdict(self))
 
 
+def refuse_batch_dependent(model: nn.Module) -> None:
+    """Refuse a model with layers whose output in training depends on the rest of the batch.
+
+    A layer that the model itself keeps in evaluation mode, as with a ``train`` of its own, depends
+    on its running statistics alone.
+
+    Raises:
+        BatchDependentLayer: naming the layers.
+    """
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, _NormBase)]
+    if not named:
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    mixing = [f"{name} ({type(m).__name__})" for name, m in named if _mixes(m)]
+    for module, is_training in modes:
+        module.training = is_training
+    if mixing:
+        raise BatchDependentLayer(
+            f"the model has {len(mixing)} layer(s) that mix the examples of a batch: "
+            f"{', '.join(mixing[:5])}{', ...' if len(mixing) > 5 else ''}"
+        )
+
+
+def _mixes(layer: _NormBase) -> bool:
+    if layer.running_mean is None:
+        return isinstance(layer, _BatchNorm)  # another norm has statistics of each example
+    return layer.training
+
+
+def freeze_statistics(model: nn.Module) -> None:
+    """Keep every layer that has running statistics in evaluation mode, also after ``train()``."""
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            module.eval()
+            vars(module)["train"] = partial(_in_evaluation_mode, module)
+
+
+def _in_evaluation_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
+    return layer
+
+
 def replace_batch_norm_by_group_norm(model: nn.Module) -> dict[str, GroupNormArguments]:
     """Replace every BatchNorm by a GroupNorm with the same scale and shift; return them by name.
 
@@ -40,7 +88,7 @@ def replace_batch_norm_by_group_norm(model: nn.Module) -> dict[str, GroupNormArg
     layers: dict[nn.Module, nn.GroupNorm] = {}
     for prefix, module in list(model.named_modules()):
         for name, child in list(module._modules.items()):  # a layer that is used twice comes twice
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if isinstance(child, _BatchNorm):
                 arguments = _arguments_of(child)
                 if child not in layers:
                     layers[child] = arguments.layer()
@@ -52,7 +100,7 @@ def replace_batch_norm_by_group_norm(model: nn.Module) -> dict[str, GroupNormArg
     return replaced
 
 
-def _arguments_of(layer: nn.modules.batchnorm._BatchNorm) -> GroupNormArguments:
+def _arguments_of(layer: _BatchNorm) -> GroupNormArguments:
     channels = layer.num_features
     max_groups = 1 if isinstance(layer, nn.BatchNorm1d) else min(32, channels)
     groups = max(g for g in range(1, max_groups + 1) if channels % g == 0)
@@ -77,7 +125,7 @@ def replay(model: nn.Module, replaced: Mapping[str, GroupNormArguments]) -> None
         except AttributeError:
             layer = None
         channels = arguments.num_channels
-        is_batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        is_batch_norm = isinstance(layer, _BatchNorm)
         if not is_batch_norm or getattr(layer, "num_features", None) != channels:
             raise ModelMismatch(
                 f"the saved model has a GroupNorm of {channels} channels in place of a BatchNorm "
