@@ -381,6 +381,9 @@ class EmptyUpdate(UpdateRefused):
         "look at the device's data: every example that it tried raised an exception, or gave a "
         "loss or gradient of NaN or infinity"
     )
+class NothingWeighed(EmptyUpdate):
+    """Every example of the update has a weight of 0."""
+    remedy = "look at what loss_sum counts: are all targets ignored (ignore_index, padding)?"
 class LateUpdate(UpdateRefused):
     """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"
@@ -515,6 +518,8 @@ class CheckpointCorrupt(StateError):
 class CheckpointFailed(StateError):
     """The checkpoint cannot be written; the previous one is untouched."""
     remedy = "free space under --out and go on with --resume: the last committed round is kept"
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message, remedy=remedy or self.remedy)  # --resume, whatever the disk says
 class TermEnded(StateError):
     """This server may no longer serve its run: another one does, or may by now."""
     remedy = (

@@ -26,7 +26,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.window_sum import WindowSum, flat
-from headwater.common.errors import EmptyUpdate, NonFiniteUpdate
+from headwater.common.errors import EmptyUpdate, NonFiniteUpdate, NothingWeighed
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import changed
 from headwater.common.model.vectors import CHUNK, all_finite
@@ -137,6 +137,7 @@ def make_update(
 
     Raises:
         EmptyUpdate: no example could be summed.
+        NothingWeighed: all that could have a weight of 0.
         NonFiniteUpdate: the sum overflows float32 at the plan's weight.
     """
     total, values_P = local_sum.total, local_sum.values_P
@@ -149,6 +150,11 @@ def make_update(
             weight=max_weight_per_example(context.task) * plan.quota,
             seconds=context.clock.seconds() - local_sum.start_seconds,
             vitals=context.vitals(),
+        )
+    if total.weight == 0 and total.num_examples:
+        raise NothingWeighed(
+            f"{context.name}, round {plan.round}: each of {total.num_examples} examples has a "
+            "weight of 0"
         )
     if total.weight == 0:
         raise EmptyUpdate(

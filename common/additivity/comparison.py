@@ -144,7 +144,7 @@ class Comparison:
             again = self._forward(cache, positions)
             if again != together:
                 return set()  # a random generator that the check cannot see
-            self._raise_named(error, cache.batch(positions), len(positions))
+            self._raise_named(error, cache, positions)
         return {name for name, value in together.metrics.items() if value == 0}
 
     def _forward(self, cache: ExampleCache, group: Sequence[int]) -> Sums:
@@ -172,17 +172,25 @@ class Comparison:
             self._singles.is_random = True
             self._compare_draws(group)
             return
-        self._raise_named(error, self._cache.batch(group), len(group))
+        self._raise_named(error, self._cache, group)
 
-    def _raise_named(self, error: TaskNotAdditive, batch: Any, size: int) -> None:
-        with warnings.catch_warnings(), BroadcastWatch(size) as watch:
-            warnings.simplefilter("ignore")  # torch's own about the same broadcast, shown before
-            loss_sum_alone(self._singles.task, self._singles.model, batch)
-        if watch.found is not None:
+    def _raise_named(
+        self, error: TaskNotAdditive, cache: ExampleCache, positions: Sequence[int]
+    ) -> None:
+        found = self._pairing(cache, positions)
+        # An axis of the model may be as long as the batch by chance, as the tokens of a mask are.
+        if found is not None and self._pairing(cache, [*positions, *positions]) is not None:
             raise TaskNotAdditive(
-                f"{error.message.partition(': ')[0]}: {watch.found}", remedy=BROADCAST_REMEDY
+                f"{error.message.partition(': ')[0]}: {found}", remedy=BROADCAST_REMEDY
             ) from error
         raise error
+
+    def _pairing(self, cache: ExampleCache, positions: Sequence[int]) -> str | None:
+        with warnings.catch_warnings(), BroadcastWatch(len(positions)) as watch:
+            warnings.simplefilter("ignore")  # torch's own about the same broadcast, shown before
+            loss_sum_alone(self._singles.task, self._singles.model, cache.batch(positions))
+        found: str | None = watch.found
+        return found
 
     def _compare_draws(self, positions: Sequence[int]) -> None:
         """Compare means of many draws of a random loss; they show whether a mean is returned."""

@@ -158,6 +158,11 @@ class SingleExamples:
         self.forward(batch)
         return random_state() != before
 
+    def _gradient_versions(self) -> list[int | None]:
+        """Return a number for each gradient, which grows when something writes to it."""
+        grads = [parameter.grad for parameter in self._parameters]
+        return [None if grad is None else grad._version for grad in grads]
+
     def restart(self) -> None:
         """Add the gradients again, without those of an example that failed half-way."""
         zero_gradients(self._parameters)
@@ -191,7 +196,14 @@ class SingleExamples:
 
     def _sums(self, batch: Any, compute: LossOf) -> tuple[Tensor, Sums]:
         before = [(name, tensor, tensor._version) for name, tensor in named_tensors(self.model)]
+        gradients = self._gradient_versions()
         loss, weight, metrics = compute(self.task, self.model, batch)
+        if self._gradient_versions() != gradients:
+            raise TaskError(
+                "loss_sum wrote to the gradients of the model: it called backward()",
+                remedy="leave backward(), zero_grad() and step() out of loss_sum, and return the "
+                "loss with its graph: the client takes the gradients",
+            )
         now = dict(named_tensors(self.model))
         for name, tensor, version in before:
             if now.get(name) is not tensor or tensor._version != version:

@@ -106,6 +106,22 @@ def check_endless(schedule: ScheduleSettings, privacy: PrivacySettings) -> None:
         )
 
 
+def check_end(schedule: ScheduleSettings, num_rounds: int) -> None:
+    """Check that a schedule with a last step, OneCycleLR, lasts for all rounds.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    total = schedule.arguments.get("total_steps")
+    if schedule.name != "OneCycleLR" or not isinstance(total, int):
+        return  # it is tried out when the server makes it
+    if total + schedule.warmup_rounds < num_rounds:
+        raise SettingsError(
+            f"OneCycleLR takes {total} steps, and the run has {num_rounds} rounds of one each",
+            remedy=f"set --schedule-argument total_steps={num_rounds - schedule.warmup_rounds}",
+        )
+
+
 def _of_target(plan: PlanSettings) -> Iterator[SettingsError]:
     """Yield what is wrong with the target of a round: there is one, and K leaves none.
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import model_validator
 
-from headwater.common.settings.conflicts import check_endless, check_together
+from headwater.common.settings.conflicts import check_end, check_endless, check_together
 from headwater.common.settings.fields import (
     ALL,
     DEVICE,
@@ -200,6 +200,8 @@ class Settings(Branch):
         )
         if self.num_rounds is None:
             check_endless(self.schedule, self.privacy)
+        else:
+            check_end(self.schedule, self.num_rounds)
         return self
 
     @property

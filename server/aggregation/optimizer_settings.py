@@ -140,6 +140,12 @@ def new_scheduler(
                 f"{kind.__name__} takes a function, which a settings file cannot hold",
                 remedy="choose CosineAnnealingLR, StepLR or another that takes numbers",
             )
+        if kind is schedulers.ReduceLROnPlateau:
+            raise SettingsError(
+                "ReduceLROnPlateau needs a metric at each step, and the server's schedule has none",
+                remedy="choose CosineAnnealingLR, StepLR or another that follows the rounds; "
+                "--stop-when ends a run that no longer improves",
+            )
         parts.append(instance_of(kind, optimizer, chosen.arguments))
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -8,6 +8,7 @@ from headwater.common.errors import (
     DeviceRefused,
     EmptyUpdate,
     HeadwaterError,
+    NothingWeighed,
     OutOfMemory,
     TooFewClients,
 )
@@ -51,6 +52,7 @@ def _common_remedy(errors: Mapping[str, HeadwaterError]) -> str | None:
     if len({type(error) for error in errors.values()}) != 1:
         return None
     error = next(iter(errors.values()))
-    if isinstance(error, EmptyUpdate):
+    if type(error) is EmptyUpdate:
         return NOTHING_FINITE
-    return error.remedy or None if isinstance(error, DeviceRefused | OutOfMemory) else None
+    is_known = isinstance(error, DeviceRefused | OutOfMemory | NothingWeighed)
+    return error.remedy or None if is_known else None

@@ -51,6 +51,34 @@ class WrongBroadcastOfMean(Regression):
         return nn.MSELoss()(model(inputs), targets) * len(targets), len(targets)
 
 
+class MaskAsLongAsTheBatch(Regression):
+    """A mean whose model adds a mask of two positions, as long as a batch of two by chance."""
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        inputs, targets = batch
+        mask = torch.zeros(len(targets), 1, 1, 2) + torch.zeros(1, 1, 2, 1)
+        errors = model(inputs).squeeze(1) - targets + mask.sum((1, 2, 3))
+        return errors.square().mean(), len(targets)
+
+
+class CallsBackward(Regression):
+    """Takes the gradients itself, and keeps the graph, so that they are taken twice."""
+
+    keep = True
+
+    def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+        loss, weight = super().loss_sum(model, batch)
+        if torch.is_grad_enabled():
+            loss.backward(retain_graph=self.keep)  # type: ignore[no-untyped-call]
+        return loss, weight
+
+
+class CallsBackwardOnce(CallsBackward):
+    """The same without ``retain_graph``, as in a training loop."""
+
+    keep = False
+
+
 class Diffusion(Regression):
     """Draws its noise in the loss, in training and in evaluation alike; ``mean`` is a mistake."""
 

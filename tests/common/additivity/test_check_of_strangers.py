@@ -10,7 +10,7 @@ import torch
 
 from headwater.common.additivity.example_cache import same
 from headwater.common.additivity.single_examples import NUM_COMPARED
-from headwater.common.errors import TaskFailed, TaskNotAdditive
+from headwater.common.errors import TaskError, TaskFailed, TaskNotAdditive
 from headwater.common.model.parameters import build_model
 from headwater.common.task import load_task
 from tests.additivity import check_additive
@@ -60,6 +60,19 @@ def test_a_wrong_broadcast_is_named_with_shapes_line_and_remedy(kind: str, shape
     assert "every example is paired with every other" in caught.value.message
     assert 'regression.py", line' in caught.value.message
     assert "squeeze(1)" in caught.value.remedy
+
+
+def test_an_axis_that_is_as_long_as_the_batch_by_chance_is_no_wrong_broadcast() -> None:
+    with pytest.raises(TaskNotAdditive) as caught:
+        checked(f"{REGRESSION}:MaskAsLongAsTheBatch")
+    assert "every example is paired" not in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["CallsBackward", "CallsBackwardOnce"])
+def test_a_loss_that_takes_its_gradients_itself_is_named(kind: str) -> None:
+    with pytest.raises(TaskError, match="called backward") as caught:
+        checked(f"{REGRESSION}:{kind}")
+    assert "leave backward()" in caught.value.remedy
 
 
 def test_a_loss_that_draws_in_evaluation_mode_too_passes_with_a_note() -> None:

@@ -252,3 +252,10 @@ def test_what_needs_a_last_round_is_refused_with_rounds_forever(changes: dict[st
     with pytest.raises(SettingsError, match="--rounds forever") as caught:
         Settings.model_validate({"rounds": "forever", **changes})
     assert "--rounds N" in caught.value.remedy
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused_with_its_number_of_steps() -> None:
+    schedule = {"name": "OneCycleLR", "arguments": {"max_lr": 0.1, "total_steps": 10}}
+    with pytest.raises(SettingsError, match="takes 10 steps, and the run has 12 rounds") as caught:
+        Settings.model_validate({"rounds": 12, "schedule": schedule})
+    assert "total_steps=12" in caught.value.remedy

@@ -174,7 +174,7 @@ def test_an_impossible_optimizer_is_a_settings_error(chosen: dict[str, Any], mat
         ({"name": "CosineAnnealingLR", "arguments": {"T_min": 3}}, "no argument T_min"),
         ({"name": "LambdaLR"}, "takes a function"),
         ({"name": "SequentialLR"}, "SequentialLR"),
-        ({"name": "ReduceLROnPlateau"}, "ReduceLROnPlateau"),
+        ({"name": "ReduceLROnPlateau"}, "needs a metric at each step"),
         ({"name": "_LRScheduler"}, "_LRScheduler"),
         ({"name": "StepLR", "arguments": {"step_size": 0}}, "StepLR"),
         ({"name": "MultiStepLR", "arguments": {"milestones": 30}}, "MultiStepLR"),
