@@ -6,6 +6,9 @@ idle device holds no module of the other subcommands in memory.
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,11 +54,12 @@ def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> N
     if abs(off) > CLOCK_SECONDS:
         where = "ahead of" if off > 0 else "behind"
         stderr.print(f"this machine's clock is {abs(off):.0f} s {where} the server's: set it")
-    console.print("Start it with:")
     config = folder / SETTINGS_FILE
-    console.print(
-        f"  headwater-client --config {config} --task my_task.py:MyTask --data ...", soft_wrap=True
-    )
+    program = "headwater-client" if shutil.which("headwater-client") else sys.argv[0]
+    command = shlex.join([program, "--config", str(config)])
+    console.print("Start it with this, once the task and the data are in that file", soft_wrap=True)
+    console.print('(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client\\]):')
+    console.print(f"  {command}", soft_wrap=True, markup=False)
 
 
 def _token_text(file: Path | None) -> str:
@@ -65,7 +69,6 @@ def _token_text(file: Path | None) -> str:
         SettingsError: the file cannot be read.
     """
     import getpass
-    import sys
 
     from headwater.common.errors import SettingsError
 

@@ -33,7 +33,8 @@ USAGE="usage: install-client.sh [--token-file FILE] [--data DIR] [--upgrade] [--
                  enrol the device with the token that \`headwater-server enroll NAME\` printed;
                  - reads it from the standard input. It cannot be an argument: every user of this
                  machine could read it
-  --data DIR     let the service read this folder; homes are hidden from it otherwise
+  --data DIR     train on this folder: sets client.data, and lets the service read the folder, also
+                 in a home, which is hidden from it otherwise
   --upgrade      put this checkout's version in the place of the one that is installed
   --any-torch    take a torch whose SHA-256 is not in deploy/torch.txt
   --no-start     install the unit and do not start it
@@ -369,25 +370,22 @@ install_unit() {
     if [ -n "$data" ]; then
         mkdir -p "$UNITS/$UNIT.d"
         printf '[Service]\nBindReadOnlyPaths=%s\n' "$data" >"$UNITS/$UNIT.d/data.conf"
+        printf '[client]\ndata = "%s"\n' "$data" | merge_settings
+        runuser -u "$DEVICE_USER" -- sh -c 'test -r "$1" && test -x "$1"' sh "$data" ||
+            say "the user $DEVICE_USER cannot read $data yet: setfacl -R -m u:$DEVICE_USER:rX $data, and :x for the folders above it" >&2
     fi
 }
 
-join() {
-    # As the user of the service: the key is made where it stays, and readable by nobody else. That
-    # user may not be able to read the token's file: root does.
-    if [ "$token_file" = - ]; then cat; else cat "$token_file"; fi |
-        runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
-            "$PREFIX/venv/bin/headwater-client" join --folder "$STATE/enrolment" ||
-        fail NotEnrolled "the client is installed, and not enrolled" \
-            "ask for a new token, and call this again with --token-file FILE"
-    # Address, name and the files' places, over what stands in the settings.
-    "$PREFIX/venv/bin/python" -I - "$STATE/enrolment/client.toml" "$SETTINGS/client.toml" <<'PYTHON' ||
+# The TOML on the standard input, over what stands in the settings.
+merge_settings() {
+    told=$(cat)
+    "$PREFIX/venv/bin/python" -I - "$told" "$SETTINGS/client.toml" <<'PYTHON' ||
 import pathlib, sys, tomllib
 import tomli_w
 
-told, path = (pathlib.Path(name) for name in sys.argv[1:])
+told, path = sys.argv[1], pathlib.Path(sys.argv[2])
 settings = tomllib.loads(path.read_text())
-for branch, values in tomllib.loads(told.read_text()).items():
+for branch, values in tomllib.loads(told).items():
     settings[branch] = {**settings.get(branch, {}), **values}
 fresh = path.with_suffix(".new")
 fresh.write_text("# docs/settings.md lists all settings.\n" + tomli_w.dumps(settings))
@@ -398,22 +396,38 @@ PYTHON
     chgrp "$DEVICE_USER" "$SETTINGS/client.toml"
 }
 
+join() {
+    # As the user of the service: the key is made where it stays, and readable by nobody else. That
+    # user may not be able to read the token's file: root does.
+    joined=$(
+        if [ "$token_file" = - ]; then cat; else cat "$token_file"; fi |
+            runuser -u "$DEVICE_USER" -- env HOME="$STATE" \
+                "$PREFIX/venv/bin/headwater-client" join --folder "$STATE/enrolment"
+    ) ||
+        fail NotEnrolled "the client is installed, and not enrolled" \
+            "ask for a new token, and call this again with --token-file FILE"
+    # It ends with how to start a client by hand; here the service is started.
+    printf '%s\n' "$joined" | sed '/^Start it with/,$d'
+    # Address, name and the files' places.
+    merge_settings <"$STATE/enrolment/client.toml"
+}
+
 start() {
     if [ ! -d /run/systemd/system ]; then
         say "systemd does not run here: the unit is installed, and not started"
     elif [ "$wants_start" = no ]; then
         systemctl daemon-reload
-        say "installed; start it with: systemctl enable --now $UNIT"
+        say "installed; start it with: sudo systemctl enable --now $UNIT"
         return # what runs may still need the release before
     elif ! grep -q '^task *=' "$SETTINGS/client.toml"; then
         systemctl daemon-reload
         systemctl enable --quiet "$UNIT"
-        say "name the task in $SETTINGS/client.toml, then: systemctl start $UNIT"
+        say "set task = \"/path/to/my_task.py:MyTask\" at the top of $SETTINGS/client.toml, then: sudo systemctl start $UNIT"
     else
         systemctl daemon-reload
         systemctl enable --quiet "$UNIT"
         systemctl restart "$UNIT" || go_back
-        say "started; follow it with: journalctl -fu $UNIT"
+        say "started; follow it with: sudo journalctl -fu $UNIT"
     fi
     sweep
 }
@@ -433,7 +447,7 @@ go_back() {
         say "the version before is back" >&2
     fi
     fail NotStarted "the service does not start" \
-        "see: journalctl -u $UNIT; and run: $PREFIX/venv/bin/headwater-client doctor"
+        "see: sudo journalctl -u $UNIT; and run: sudo -u $DEVICE_USER $PREFIX/venv/bin/headwater-client doctor --config $SETTINGS/client.toml --state $STATE"
 }
 
 # Removing.
@@ -441,7 +455,7 @@ go_back() {
 uninstall() {
     if [ -d /run/systemd/system ] && [ -e "$UNITS/$UNIT" ]; then
         systemctl disable --now --quiet "$UNIT" ||
-            fail NotStopped "the service does not stop" "see: systemctl status $UNIT"
+            fail NotStopped "the service does not stop" "see: sudo systemctl status $UNIT"
     fi
     rm -rf "${UNITS:?}/$UNIT" "${UNITS:?}/$UNIT.d" "$PREFIX"
     [ ! -d /run/systemd/system ] || systemctl daemon-reload

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,74 @@ def self_test(room: Path, python: str, **settings: str) -> str:
     )
     assert found.returncode == 1, found.stdout + found.stderr
     return found.stderr
+
+
+def call(room: Path, function: str, **settings: str) -> str:
+    """Call a function of the installer, its places and tools in a folder; return what it says."""
+    for name, body in {
+        "runuser": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+        "chgrp": "exit 0",
+    }.items():
+        (room / "tools").mkdir(exist_ok=True)
+        (room / "tools" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (room / "tools" / name).chmod(0o755)
+    places = {name: str(room / name.lower()) for name in ("PREFIX", "SETTINGS", "STATE", "UNITS")}
+    for place in places.values():
+        Path(place).mkdir(exist_ok=True)
+    (room / "prefix" / "venv" / "bin").mkdir(parents=True)
+    python = room / "prefix" / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (room / "prefix" / "venv" / "bin" / "headwater-client").symlink_to(room / "joined")
+    (room / "settings" / "client.toml").write_text((DEPLOY / "client.toml").read_text())
+    chosen = {**places, "source": str(ROOT), "data": "", **settings}
+    given = "\n".join(f"{name}='{value}'" for name, value in chosen.items())
+    script = SCRIPT.read_text().replace('\nmain "$@"', f"\n{given}\n{function}")
+    found = subprocess.run(
+        ["sh", "-c", script],
+        env={"PATH": f"{room}/tools:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+def test_the_installer_s_data_is_what_the_device_trains_on(tmp_path: Path) -> None:
+    """Without it a bundled example would train on its own table."""
+    data = tmp_path / "pictures"
+    data.mkdir()
+    spoken = call(tmp_path, "install_unit", data=str(data))
+    assert load(tmp_path / "settings" / "client.toml", {}).client.data == data
+    assert load(tmp_path / "settings" / "client.toml", {}).secure.min_members == 10
+    drop_in = tmp_path / "units" / "headwater-client.service.d" / "data.conf"
+    assert f"BindReadOnlyPaths={data}" in drop_in.read_text()
+    assert "cannot read" not in spoken
+
+
+def test_the_installer_shows_no_way_to_start_a_client_by_hand(tmp_path: Path) -> None:
+    """After it joined, the service is started, which has other settings."""
+    (tmp_path / "joined").write_text(
+        "#!/bin/sh\necho pi has joined\necho 'Start it with this:'\necho '  headwater-client'\n"
+    )
+    (tmp_path / "joined").chmod(0o755)
+    told = tmp_path / "state" / "enrolment"
+    told.mkdir(parents=True)
+    (told / "client.toml").write_text('[client]\nname = "pi"\nserver = "river:8500"\n')
+    (tmp_path / "token").write_text("token")
+    spoken = call(tmp_path, "join", token_file=str(tmp_path / "token"))
+    assert spoken == "pi has joined\n"
+    assert load(tmp_path / "settings" / "client.toml", {}).client.name == "pi"
+
+
+def test_each_command_that_the_installer_prints_names_the_user_that_may_run_it() -> None:
+    text = SCRIPT.read_text().replace("\\\n", " ")
+    printed = "\n".join(re.findall(r"(?:say|fail \w+) .*", text))
+    for command in re.findall(r"(?:sudo )?(?:systemctl|journalctl) \S+", printed):
+        assert command.startswith("sudo "), command
+    assert "sudo -u $DEVICE_USER $PREFIX/venv/bin/headwater-client doctor --config" in printed
 
 
 ILL = '[ "$2" = -m ] || kill -ILL $$'  # pip check passes
