@@ -65,6 +65,10 @@ if not (_HERE / "common").is_dir():
 
 if not TYPE_CHECKING:  # for a type checker, every other name would exist and be of type Any
 
+    def __dir__() -> list[str]:
+        """Return the public names alone, which complete ``headwater.`` in a shell."""
+        return sorted(__all__)
+
     def __getattr__(name: str) -> object:
         """Return a public name from its module (PEP 562)."""
         if name not in _MODULES:

@@ -83,7 +83,17 @@ def check_together(
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
     found += _of_local(local, plan, schedule, algorithm, secure)
     if found:
-        raise found[0]
+        raise _all_of(found)
+
+
+def _all_of(found: list[SettingsError]) -> SettingsError:
+    """Return one error with all conflicts and their remedies, so that one more run is enough."""
+    if len(found) == 1:
+        return found[0]
+    return SettingsError(
+        "; ".join(error.message for error in found),
+        remedy="; ".join(dict.fromkeys(error.remedy for error in found)),
+    )
 
 
 def check_endless(schedule: ScheduleSettings, privacy: PrivacySettings) -> None:

@@ -10,6 +10,30 @@ from headwater.common.settings.sources import replacement_of
 MAIN_COMMANDS = ("server", "client", "simulate")
 
 
+# Words of training scripts and of other tools, and what stands for each here.
+_BATCH = (
+    "--effective-batch-size is what one step sums over all devices, and --micro-batch-size what "
+    "one pass holds; both are planned if they are not set"
+)
+_EPOCHS = "--rounds N sets the length of a run; --local-epochs N trains longer between two rounds"
+_CPU = "all training is on the CPU; --threads N sets the threads"
+_MODEL = "the model is what new_model of the task returns: --task FILE.py:CLASS"
+_CLIENTS = "--clients N simulates N devices; --min-clients N is how many a server waits for"
+ELSEWHERE = {
+    "--batch": _BATCH,
+    "--batch-size": _BATCH,
+    "--cuda": _CPU,
+    "--device": _CPU,
+    "--epochs": _EPOCHS,
+    "--gpu": _CPU,
+    "--gpus": _CPU,
+    "--model": _MODEL,
+    "--model-name": _MODEL,
+    "--num-clients": _CLIENTS,
+    "--num-epochs": _EPOCHS,
+}
+
+
 def flag_hint(flag: str, own: list[str]) -> str:
     """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
 
@@ -18,6 +42,8 @@ def flag_hint(flag: str, own: list[str]) -> str:
     """
     if replacement := replacement_of(flag):
         return replacement
+    if flag in ELSEWHERE:
+        return f" {ELSEWHERE[flag][0].upper()}{ELSEWHERE[flag][1:]}."
     others: dict[str, set[str]] = {}
     for setting in all_settings().values():
         for name in filter(None, (*setting.flag.split("/"), setting.alias)):
@@ -37,6 +63,8 @@ def flag_hint(flag: str, own: list[str]) -> str:
 
 def keyword_hint(word: str, names: list[str], command: str) -> str:
     """Return what an unknown keyword probably means; "" if nothing is near."""
+    if meant := ELSEWHERE.get(f"--{word.replace('_', '-')}"):
+        return f": {meant}"
     for setting in all_settings().values():
         if setting.commands and command not in setting.commands:
             continue

@@ -21,9 +21,13 @@ from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
 from headwater.common.system.printable import printable, printable_lines
 from headwater.common.user_code import described, is_users, own_traceback, user_frames
 
+# COLUMNS=0 says that the width is not known, as in some editors; rich would print lines of no
+# width, which is nothing.
+UNKNOWN = {("COLUMNS", "0"), ("LINES", "0")}
+ENVIRONMENT = {name: text for name, text in os.environ.items() if (name, text) not in UNKNOWN}
 # No emoji: a device may be called a:ant:b.
-console = Console(highlight=False, emoji=False)
-stderr = Console(stderr=True, highlight=False, emoji=False)
+console = Console(highlight=False, emoji=False, _environ=ENVIRONMENT)
+stderr = Console(stderr=True, highlight=False, emoji=False, _environ=ENVIRONMENT)
 # Environment variables, to be set before flwr and grpc are imported. grpc writes each failed
 # handshake to stderr; our own errors name the cause.
 QUIET_DEPENDENCIES = {

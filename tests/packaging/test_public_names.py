@@ -40,3 +40,7 @@ def test_the_import_alone_loads_no_torch() -> None:
     code = "import sys, headwater; print(*{'torch', 'flwr', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_completion_shows_the_public_names_alone() -> None:
+    assert dir(headwater) == sorted(headwater.__all__)

@@ -259,3 +259,10 @@ def test_a_schedule_that_ends_before_the_run_is_refused_with_its_number_of_steps
     with pytest.raises(SettingsError, match="takes 10 steps, and the run has 12 rounds") as caught:
         Settings.model_validate({"rounds": 12, "schedule": schedule})
     assert "total_steps=12" in caught.value.remedy
+
+
+def test_all_conflicts_are_told_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.model_validate({"privacy": {"epsilon": 8}, "cohort": {"weighting": "dataset"}})
+    assert "--accumulation-steps" in caught.value.remedy
+    assert "leave out --weighting dataset" in caught.value.remedy

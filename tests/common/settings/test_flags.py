@@ -13,6 +13,7 @@ from click import Command, Context, Group, Option, UsageError
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import headwater
 from headwater import __version__
 from headwater.client import cli as client_cli
 from headwater.common.errors import SettingsError
@@ -325,3 +326,28 @@ def test_an_unknown_word_is_answered_by_the_nearest_one_or_the_command_that_has_
     assert ended.exit_code == 2
     assert ended.output.rstrip().endswith(said)
     assert ended.output.count("Did you mean") == said.count("Did you mean")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "said"),
+    [
+        ("simulate", "--batch-size", "--effective-batch-size is what one step sums over all"),
+        ("server", "--epochs", "--rounds N sets the length of a run; --local-epochs N trains"),
+        ("client", "--device", "All training is on the CPU; --threads N sets the threads."),
+        ("client", "--model", "new_model of the task returns: --task FILE.py:CLASS."),
+    ],
+)
+def test_a_word_of_another_tool_is_answered_by_what_stands_for_it_here(
+    command: str, flag: str, said: str
+) -> None:
+    app, path = COMMANDS[command]
+    ended = CliRunner().invoke(app, [*path, flag, "1"])
+    assert ended.exit_code == 2
+    assert said in ended.output
+    assert "Did you mean" not in ended.output
+
+
+@pytest.mark.parametrize("word", ["batch_size", "epochs", "device"])
+def test_a_keyword_of_another_tool_is_answered_too(word: str) -> None:
+    with pytest.raises(TypeError, match=rf"{word}: .*--"):
+        headwater.simulate("no_such_file.py:Task", **{word: 1})  # type: ignore[arg-type]

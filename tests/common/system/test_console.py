@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -91,3 +92,15 @@ def test_titled_texts_wrap_in_a_terminal_only(
         assert lines[1].startswith(" " * 14)
     else:
         assert lines == [f"  idle        {words}", "  memory      device 3 was the fullest", words]
+
+
+def test_a_width_of_0_is_an_unknown_one() -> None:
+    code = "from headwater.common.system.console import console; console.print('hello')"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "COLUMNS": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "hello\n"
