@@ -178,7 +178,7 @@ def test_without_data_a_task_that_needs_some_says_so_once(
 def test_data_that_no_device_can_read_end_the_run(folder: Path) -> None:
     for file in (folder / "devices").iterdir():
         file.write_text("a,b,c\n1,2,3\n")
-    with pytest.raises(MissingData, match=r"no data in devices/\w+\.csv: ValueError: could not"):
+    with pytest.raises(MissingData, match=r"cannot use devices/\w+\.csv: ValueError: could not"):
         simulate("out")
 
 
