@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # The system's refusals: what to do about each.
 
-SHARED_MEMORY = ("/dev/shm", "</torch_", "</psm_")  # how torch and Python name it in an error
+SHARED_MEMORY = ("/dev/shm", "</torch_", "'/psm_")  # how torch and Python name it in an error
 _FILES = "raise the limit of open files: `ulimit -n 65536` in this shell, LimitNOFILE= of a service"
 _SPACE = "free space on that disk (`df -h` and `df -i` show it), or name a folder on another one"
 _RIGHTS = "give this user the right: `ls -ld` of the file and its folders, then chmod or chown"
@@ -42,12 +43,22 @@ def system_remedy(text: str) -> str | None:
     another process's log: all quote the words of strerror(3).
     """
     found = next((number for number in _REMEDIES if os.strerror(number) in text), None)
-    if found == errno.ENOSPC and any(place in text for place in SHARED_MEMORY):
+    if found == errno.ENOSPC and (
+        _is_full("/dev/shm") or any(one in text for one in SHARED_MEMORY)
+    ):
         return (
             "/dev/shm is full: remove what lies there, or enlarge it (`mount -o remount,size=2G "
             "/dev/shm`; `--shm-size` of docker run); a DataLoader with num_workers=0 needs none"
         )
     return None if found is None else _REMEDIES[found]
+
+
+def _is_full(folder: str) -> bool:
+    """Return whether a disk is full: a lock of multiprocessing does not name the one it lies on."""
+    try:
+        return shutil.disk_usage(folder).free == 0
+    except OSError:
+        return False
 
 
 class HeadwaterError(Exception):

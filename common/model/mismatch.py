@@ -54,7 +54,8 @@ def first_difference(
             where, elsewhere = (there, here) if other_dtype.startswith(FROZEN) else (here, there)
             return f"{name} {IS_FROZEN} {where}, and trains in {elsewhere}"
         if other_dtype != dtype:
-            return f"{name} is {other_dtype} in {there}, {dtype} in {here}"
+            found, own = other_dtype.removeprefix(FROZEN), dtype.removeprefix(FROZEN)
+            return f"{name} is {found} in {there}, {own} in {here}"
     names = {name for name, _, _ in ours}
     for name, shape, _ in theirs:
         if name not in names:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -20,7 +22,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from headwater.common.errors import PortInUse
+from headwater.common.errors import PortInUse, SettingsError, system_remedy
 from headwater.common.system.portability import optional_module
 from headwater.common.transport.limits import GRPC_OPTIONS, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
@@ -38,17 +40,18 @@ READ_BUFFER_BYTES = 8192
 # Reserved for checkpoint, journal, history, spool files and the enrolment port.
 RESERVED_DESCRIPTORS = 256
 MAX_DESCRIPTORS = 65_536
+MIN_CONNECTIONS = 16
 CHECK_SECONDS = 0.25
 MAX_PEERS = 8192
 HEALTH_SERVICE = "grpc.health.v1.Health"
 HEALTH_NAMES = ("", STREAM_METHOD.split("/")[1])
 
 
-def grpc_options() -> list[tuple[str, int]]:
-    """Return gRPC's options for the port.
+def max_connections() -> int:
+    """Return how many devices may be connected, and raise the limit of file descriptors for them.
 
-    Raises the soft limit on file descriptors to the hard one: each device takes a descriptor, and
-    the checkpoint still needs one after strangers have taken all that they can.
+    The soft limit becomes the hard one: each device takes a descriptor, and the checkpoint still
+    needs one after strangers have taken all that they can.
     """
     limit = MAX_DESCRIPTORS
     if resource is not None:  # Windows limits no sockets
@@ -56,6 +59,25 @@ def grpc_options() -> list[tuple[str, int]]:
         limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(limit - RESERVED_DESCRIPTORS, MIN_CONNECTIONS)
+
+
+def check_descriptors(num_devices: int) -> None:
+    """Check that so many devices can be connected at once.
+
+    Raises:
+        SettingsError: the limit of open files is too low; a device would see a closed connection.
+    """
+    if (possible := max_connections()) < num_devices:
+        raise SettingsError(
+            f"{num_devices} devices take a connection each, and the limit of open files leaves "
+            f"{possible}",
+            remedy=system_remedy(os.strerror(errno.EMFILE)),
+        )
+
+
+def grpc_options() -> list[tuple[str, int]]:
+    """Return gRPC's options for the port."""
     return [
         # Otherwise a second server would silently share the port.
         ("grpc.so_reuseport", 0),
@@ -71,7 +93,7 @@ def grpc_options() -> list[tuple[str, int]]:
         # the probe it sends one chunk ahead, which is 18 MB/s at a round trip of 50 ms. What the
         # server sends is not limited: each device probes its own link.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.max_allowed_incoming_connections", max(limit - RESERVED_DESCRIPTORS, 16)),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
     ]
 
 

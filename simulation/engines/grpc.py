@@ -19,6 +19,7 @@ from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.serve import serve_run
+from headwater.server.transport.listener import check_descriptors
 from headwater.server.transport.servicer import Servicer
 from headwater.simulation.engines.client_processes import ROUND, ClientProcesses
 from headwater.simulation.engines.grpc_grid import SimulatedGrpcGrid
@@ -94,6 +95,7 @@ def check_engine(settings: Settings) -> None:
             f"{chosen.clients:,}",
             remedy="lower --clients, or take --engine in-process",
         )
+    check_descriptors(chosen.clients)
     if chosen.compute in ("vectorised", "fused"):
         raise SettingsError(
             f"--compute {chosen.compute} computes many devices in one pass, and here each device "

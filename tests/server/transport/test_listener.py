@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import grpc
 import grpc.aio
@@ -90,3 +92,18 @@ def test_a_record_counts_a_devices_bytes_and_its_disconnection() -> None:
             assert record.last_seen is not None
 
     asyncio.run(play())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of open files")
+def test_more_devices_than_open_files_are_refused_with_the_limit_s_remedy() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))\n"
+        "from headwater.server.transport.listener import check_descriptors\n"
+        "check_descriptors(44)\n"
+        "check_descriptors(45)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "SettingsError: 45 devices take a connection each" in found.stderr
+    assert "leaves 44" in found.stderr
