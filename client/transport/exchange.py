@@ -1,7 +1,7 @@
 """Carries out one instruction at a time: receives the model, runs the node, uploads the answer.
 
 An exchange outlives the connection. The vector stays in the accumulator until the server has
-acknowledged all of it; after a broken connection the upload continues at the last byte that
+acknowledged all of it; after a broken connection the upload continues after the last piece that
 arrived. The training is interrupted if a newer plan arrives, or if the server says that the round
 is over.
 
