@@ -189,6 +189,12 @@ class BatchDependentLayer(TaskError):
 class BuffersChanged(TaskError):
     """A pass wrote to a buffer or a parameter of the model; they belong to the server."""
     remedy = "keep running statistics out of the model: only gradients travel to the server"
+class HiddenState(TaskError):
+    """A forward pass changes what the next one computes, outside of parameters and buffers."""
+    remedy = (
+        "compute what the loss needs from the batch and the parameters alone: no counter, cache or "
+        "moving average in an attribute of the model or the task"
+    )
 class AlgorithmBroken(TaskError):
     """The client algorithm breaks one of the rules of docs/extend.md."""
     remedy = "see docs/extend.md for a client algorithm"

@@ -125,16 +125,16 @@ def _checked(context: TrainingContext, room: _Room, passed: PassedExample | None
             comparison.run(room.may_train_on)
         zero: set[str] = set()
 
-        def compare_halves(cache: ExampleCache, positions: Sequence[int]) -> None:
+        def compare_pieces(cache: ExampleCache, positions: Sequence[int]) -> None:
             if singles.sums:
-                zero.update(comparison.compare_halves(cache, positions))
+                zero.update(comparison.compare_pieces(cache, positions))
 
         survey = Survey(num_examples=len(examples))
         if not (singles.sums and room.is_slow):
             survey = look_over(
                 *(task, model, examples),
                 batch_size=room.survey_size(),
-                after_first=compare_halves,
+                after_first=compare_pieces,
                 lengths=lengths,
                 may_pass=room.may_pass,
             )

@@ -9,22 +9,33 @@ parameters' ``grad``, that of all together is subtracted there, and the rest mus
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from headwater.common.additivity.exact_model import TOLERANCE as EXACT_TOLERANCE
+from headwater.common.additivity.exact_model import ExactModel
 from headwater.common.additivity.example_cache import ExampleCache
-from headwater.common.additivity.single_examples import MayTrainOn, SingleExamples
+from headwater.common.additivity.hidden_state import changed_attributes
+from headwater.common.additivity.single_examples import SCALE, MayTrainOn, SingleExamples
 from headwater.common.additivity.sums import (
+    MIXED,
+    PADDING,
+    PENALTY,
+    TOLERANCE,
     BroadcastWatch,
+    Cause,
     Sums,
     compare,
     compare_draws,
     compare_gradients,
 )
-from headwater.common.errors import HeadwaterError, TaskFailed, TaskNotAdditive
+from headwater.common.errors import HeadwaterError, HiddenState, TaskFailed, TaskNotAdditive
 from headwater.common.task import loss_sum_alone
 from headwater.common.user_code import described, is_allocation_failure
 
@@ -56,6 +67,8 @@ class Comparison:
         """Take the examples alone, to which some may be added later."""
         self.notes: list[str] = []
         self._singles, self._cache = singles, singles.cache
+        self._exact: ExactModel | None = None
+        self._exact_sums: dict[int, Sums] = {}
 
     def run(self, may_train_on: MayTrainOn) -> None:
         """Compare the examples together with the examples alone.
@@ -84,11 +97,21 @@ class Comparison:
         if self._singles.is_random:
             self._compare_draws(positions)
             return
+        if self._singles.has_gradients:  # not of a model whose passes are slow
+            self._check_hidden_state(positions[0])
+            if self._singles.is_random:
+                self._compare_draws(positions)
+                return
+            self._check_linear(positions[0], may_train_on)
+            self._use_exact(positions)
         pairs = [positions[at : at + 2] for at in range(len(positions) - 1)]
         for group in pairs if len(positions) > 2 else []:
             self.compare(group)
         is_fitting = self._singles.has_gradients and may_train_on(len(positions))
-        self.compare(positions, with_gradients=is_fitting)
+        if self._exact is not None or not is_fitting:
+            self.compare(positions)
+        if is_fitting:
+            self.compare(positions, with_gradients=True)
         if not is_fitting:
             self.notes.append(
                 f"the gradients of {len(positions)} examples together were not compared: they are "
@@ -109,10 +132,17 @@ class Comparison:
             together = self._together(
                 lambda: self._singles.backward(self._cache.batch(group), sign=-1.0), group
             )
+            alone, tolerance = [self._singles.sums[p] for p in group], TOLERANCE
         else:
             together = self._together(lambda: self._forward(self._cache, group), group)
+            alone, tolerance = [self._alone(p) for p in group], self._tolerance
         try:
-            compare(together, [self._singles.sums[p] for p in group], size=size)
+            compare(
+                *(together, alone),
+                size=size,
+                tolerance=tolerance,
+                cause=partial(self._cause, self._cache, group),
+            )
             if with_gradients:
                 # The gradient of a single example is at most as long as the two sums around it.
                 length = math.fsum(2 * norm for norm in self._singles.norms)
@@ -121,10 +151,11 @@ class Comparison:
         except TaskNotAdditive as error:
             self._explain(error, group)
 
-    def compare_halves(self, cache: ExampleCache, positions: Sequence[int]) -> set[str]:
-        """Compare a larger batch with its two halves, without gradients; return zero metrics.
+    def compare_pieces(self, cache: ExampleCache, positions: Sequence[int]) -> set[str]:
+        """Compare a larger batch with pieces of many sizes, without gradients; return zero metrics.
 
-        A metric that is zero for the few examples alone, such as the accuracy of an untrained
+        A weight that is rounded in each call adds up in some cuts by chance, and seldom in all. A
+        metric that is zero for the few examples alone, such as the accuracy of an untrained
         model, looks like a sum there.
 
         Raises:
@@ -133,13 +164,21 @@ class Comparison:
         """
         if self._singles.is_random or len(positions) < 2 or not cache.freeze(positions):
             return set()
-        middle = len(positions) // 2
-        *halves, together = [
+        groups = pieces_of(positions)
+        *parts, together = [
             self._together(partial(self._forward, cache, group), group)
-            for group in (positions[:middle], positions[middle:], positions)
+            for group in (*groups, positions)
         ]
+        how = f"in {len(groups)} pieces"
+        cause = partial(self._cause, cache, positions)
         try:
-            compare(together, halves, size=len(positions), how="in two halves")
+            compare(
+                *(together, parts),
+                size=len(positions),
+                how=how,
+                tolerance=self._tolerance,
+                cause=cause,
+            )
         except TaskNotAdditive as error:
             again = self._forward(cache, positions)
             if again != together:
@@ -148,7 +187,94 @@ class Comparison:
         return {name for name, value in together.metrics.items() if value == 0}
 
     def _forward(self, cache: ExampleCache, group: Sequence[int]) -> Sums:
+        if self._exact is not None:
+            found = self._exact.sums(cache.batch(group))
+            assert found is not None  # as for the first batch
+            return found
         return self._singles.forward(cache.batch(group))
+
+    @property
+    def _tolerance(self) -> float:
+        return TOLERANCE if self._exact is None else EXACT_TOLERANCE
+
+    def _alone(self, position: int) -> Sums:
+        """Return the sums of one example, in float64 where the model can."""
+        if self._exact is None:
+            return self._singles.sums[position]
+        if position not in self._exact_sums:
+            self._exact_sums[position] = self._forward(self._cache, [position])
+        return self._exact_sums[position]
+
+    def _use_exact(self, positions: Sequence[int]) -> None:
+        """Compare in float64 from now on, if the model and the task can."""
+        singles = self._singles
+        batch = self._together(lambda: self._cache.batch(positions), positions)
+        self._exact = ExactModel.of(singles.task, singles.model, batch)
+
+    def _check_hidden_state(self, position: int) -> None:
+        """Check that a call leaves no state behind that changes the next one.
+
+        A loss that differs for another reason draws random numbers from a generator of its own.
+
+        Raises:
+            HiddenState: it does; names the attributes.
+        """
+        singles = self._singles
+        names = changed_attributes(
+            singles.task,
+            singles.model,
+            lambda: singles.forward(self._cache.batch([position])).loss,
+        )
+        if names == ():
+            singles.is_random = True
+        elif names is not None:
+            raise HiddenState(
+                f"the same batch gives another loss when it is computed again: {', '.join(names)} "
+                f"{'changes' if len(names) == 1 else 'change'} with each call, so that the sum "
+                "depends on how the examples are cut"
+            )
+
+    def _check_linear(self, position: int, may_train_on: MayTrainOn) -> None:
+        """Check that the gradient of 64 times the loss is 64 times the gradient.
+
+        Raises:
+            TaskNotAdditive: it is not; a hook clamps or normalises gradients.
+        """
+        singles = self._singles
+        if not may_train_on(1):
+            return
+        length, gap = singles.scaled_gap(self._cache.batch([position]))
+        if gap > TOLERANCE * length:
+            raise TaskNotAdditive(
+                f"the gradient of {SCALE:g} times the loss and {SCALE:g} times the gradient, of "
+                f"length {length:.6g}, are {gap:.3g} apart: a hook changes gradients, as "
+                "register_hook with a clamp does, and what it does depends on how the examples are "
+                "cut",
+                remedy="leave gradient hooks out of the model; the server's optimizer may clip the "
+                "mean gradient (docs/extend.md)",
+            )
+
+    def _cause(self, cache: ExampleCache, group: Sequence[int]) -> Cause:
+        """Return why a group's loss is not the sum of its examples' losses.
+
+        Two copies of one example need no padding, and their gap is that of a term which is added
+        once a call.
+        """
+        first, other = group[0], group[1]
+        gaps = []
+        for position in (first, other):
+            alone = self._forward(cache, [position]).loss
+            gaps.append(2 * alone - self._forward(cache, [position, position]).loss)
+        scale = abs(self._forward(cache, [first]).loss) or 1.0
+        if max(map(abs, gaps)) <= self._tolerance * scale:
+            batches = [cache.batch([position]) for position in group]
+            is_ragged = any(shapes_of(one) != shapes_of(batches[0]) for one in batches)
+            return PADDING if is_ragged else MIXED
+        whole = math.fsum(self._forward(cache, [p]).loss for p in group)
+        whole -= self._forward(cache, group).loss
+        is_constant = math.isclose(gaps[0], gaps[1], rel_tol=0.01)
+        is_constant &= math.isclose(whole, (len(group) - 1) * gaps[0], rel_tol=0.01)
+        return PENALTY if is_constant else MIXED
 
     def _together(self, passed: Callable[[], Any], group: Sequence[int]) -> Any:
         """Run a pass of several examples that work alone.
@@ -204,6 +330,28 @@ class Comparison:
             "the loss draws random numbers in evaluation mode too: its means over "
             f"{NUM_DRAWS} draws were compared, its gradients were not"
         )
+
+
+def pieces_of(positions: Sequence[int]) -> list[Sequence[int]]:
+    """Cut positions into pieces of 1, 2, 3, 5, 8, 13, and again from 1."""
+    pieces, start = [], 0
+    for size in itertools.cycle((1, 2, 3, 5, 8, 13)):
+        if start >= len(positions):
+            break
+        pieces.append(positions[start : start + size])
+        start += size
+    return pieces
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of a batch's tensors without their first axis, in their order."""
+    if isinstance(batch, Tensor):
+        return [tuple(batch.shape[1:])]
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, list | tuple):
+        return []
+    return [shape for one in batch for shape in shapes_of(one)]
 
 
 def together_failed(positions: Sequence[int], text: str) -> TaskFailed:

@@ -34,6 +34,7 @@ from headwater.common.task import (
 from headwater.common.user_code import is_allocation_failure
 
 NUM_COMPARED, NUM_TRIED = 4, 16
+SCALE = 64.0  # of a loss: a sum over so many examples has gradients of this size
 
 GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
 
@@ -173,6 +174,23 @@ class SingleExamples:
 
     def _passed(self, batch: Any) -> Sums:
         return self.backward(batch, sign=1.0) if self.has_gradients else self.forward(batch)
+
+    def scaled_gap(self, batch: Any) -> tuple[float, float]:
+        """Return the length of ``SCALE`` times a batch's gradient, and its distance from another.
+
+        The other is the gradient of ``SCALE`` times its loss. The gradients of the examples that
+        were added are added again afterwards.
+        """
+        zero_gradients(self._parameters)
+        self.backward(batch, sign=1.0)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(SCALE)
+        length = self.gradient_norm
+        self.backward(batch, sign=-SCALE)
+        gap = self.gradient_norm
+        self.restart()
+        return length, gap
 
     def forward(self, batch: Any) -> Sums:
         """Return the sums of a batch, without gradients.

@@ -28,6 +28,33 @@ SUM_REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a loss is no sum, and what to do about it."""
+
+    text: str
+    remedy: str | None = None
+
+
+MEAN = Cause("probably a mean is returned, not a sum")
+PADDING = Cause(
+    "padding enters the loss: an example has another loss beside a longer one than alone",
+    "leave padding out of the loss: ignore_index, or a mask of the real tokens",
+)
+PENALTY = Cause(
+    "a term is added once a call, such as a penalty on the parameters, and would count once for "
+    "each micro-batch",
+    "return the penalty from a method penalty(model) of the task: it counts once a round, beside "
+    "the mean loss (docs/task.md)",
+)
+MIXED = Cause(
+    "examples enter each other's loss: pairs of examples (a contrastive or a load-balancing term), "
+    "or a layer mixes the examples of a batch (statistics over dimension 0)",
+    "make each example's loss its own; a term that needs the whole batch cannot be summed over "
+    "devices",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Sums:
     """What ``loss_sum`` returned for a batch."""
 
@@ -36,8 +63,19 @@ class Sums:
     metrics: Metrics
 
 
-def compare(together: Sums, alone: Sequence[Sums], *, size: int, how: str = "one by one") -> None:
+def compare(
+    together: Sums,
+    alone: Sequence[Sums],
+    *,
+    size: int,
+    how: str = "one by one",
+    tolerance: float = TOLERANCE,
+    cause: Callable[[], Cause] | None = None,
+) -> None:
     """Compare a batch of ``size`` examples with its parts; ``how`` says how it was split.
+
+    ``tolerance`` is relative to the sum of the parts' magnitudes. ``cause`` looks for the reason
+    where a loss is no sum and no mean.
 
     Raises:
         TaskNotAdditive: with the two numbers that should be equal and the likely cause.
@@ -50,20 +88,25 @@ def compare(together: Sums, alone: Sequence[Sums], *, size: int, how: str = "one
             remedy="count only real tokens or examples in the weight",
         )
     loss = math.fsum(part.loss for part in alone)
-    if not _is_close(together.loss, [part.loss for part in alone]):
+    if not _is_close(together.loss, [part.loss for part in alone], tolerance):
+        found = MEAN
+        if not _is_mean(together.loss, loss, len(alone)):
+            found = MIXED if cause is None else cause()
+        digits = 6 if tolerance == TOLERANCE else 9
         raise TaskNotAdditive(
-            f"the loss of {size} examples together is {together.loss:.6g}, the sum {how} "
-            f"{loss:.6g}: {_likely_cause(together.loss, loss, len(alone))}"
+            f"the loss of {size} examples together is {together.loss:.{digits}g}, the sum {how} "
+            f"{loss:.{digits}g}: {found.text}",
+            remedy=found.remedy,
         )
     for name in sorted({*together.metrics, *(name for part in alone for name in part.metrics)}):
         values = [part.metrics.get(name, 0.0) for part in alone]
         value, total = together.metrics.get(name, 0.0), math.fsum(values)
-        if not _is_close(value, values):
+        if not _is_close(value, values, tolerance):
             is_mean = _is_mean(value, total, len(alone))
-            cause = "probably a mean is returned, not a sum" if is_mean else "it is no sum"
+            why = "probably a mean is returned, not a sum" if is_mean else "it is no sum"
             raise TaskNotAdditive(
                 f"the metric {name} of {size} examples together is {value:.6g}, the sum {how} "
-                f"{total:.6g}: {cause}",
+                f"{total:.6g}: {why}",
                 remedy=SUM_REMEDY,
             )
 
@@ -103,15 +146,9 @@ def compare_draws(together: Sequence[float], alone: Sequence[float], *, size: in
         )
 
 
-def _is_close(together: float, alone: Sequence[float]) -> bool:
+def _is_close(together: float, alone: Sequence[float], tolerance: float) -> bool:
     scale = math.fsum(map(abs, alone)) or 1.0
-    return abs(together - math.fsum(alone)) <= TOLERANCE * scale
-
-
-def _likely_cause(together: float, alone: float, num_parts: int) -> str:
-    if _is_mean(together, alone, num_parts):
-        return "probably a mean is returned, not a sum"
-    return "probably padding enters the loss, or a layer mixes the examples of a batch"
+    return abs(together - math.fsum(alone)) <= tolerance * scale
 
 
 def _is_mean(together: float, alone: float, num_parts: int) -> bool:

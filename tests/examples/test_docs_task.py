@@ -101,7 +101,7 @@ def heavy_examples(model: nn.Module, inputs: Tensor) -> Sums:
 BROKEN: dict[str, Broken] = {
     "probably a mean is returned, not a sum": mean_loss,
     "probably padding is counted in the weight": counted_padding,
-    "probably padding enters the loss, or a layer mixes the examples of a batch": centred_inputs,
+    "examples enter each other's loss": centred_inputs,
     "probably a layer mixes the examples of a batch": detached_statistics,
     "more than the task's max_weight_per_example": heavy_examples,
 }

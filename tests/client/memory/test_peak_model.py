@@ -105,6 +105,7 @@ def test_the_peak_of_a_micro_batch_is_measured_from_begin_to_end() -> None:
 
 def test_short_micro_batches_of_one_size_share_a_mark_of_the_peak() -> None:
     memory = ProcessMemory(seconds=lambda: 1.0)
+    release_freed_memory()  # of tests before: it would be used again, and no peak seen
     before, size = resident_bytes(), 64 * MIB
     memory.begin(1)
     torch.ones(size // 4)

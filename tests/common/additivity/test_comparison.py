@@ -246,14 +246,14 @@ def test_a_mean_is_found_after_examples_that_fail() -> None:
         check(Mean(), examples(12, kinds=[NAN_LOSS, RAISES_FORWARD] * 3))
 
 
-def test_a_half_that_raises_is_named_with_the_user_s_line() -> None:
-    def five(model: nn.Module, batch: Sequence[Tensor]) -> Any:
-        if len(batch[0]) == 5:
-            raise ValueError("not five")
+def test_a_piece_that_raises_is_named_with_the_user_s_line() -> None:
+    def three(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+        if len(batch[0]) == 3:
+            raise ValueError("not three")
         return squares(model, batch)
 
-    task, data = Given(five), examples(10)
+    task, data = Given(three), examples(10)
     comparison = Comparison(SingleExamples(task, task.new_model(), ExampleCache(task, data)))
-    with pytest.raises(TaskFailed, match="5 examples that work one by one fail") as caught:
-        comparison.compare_halves(ExampleCache(task, data), range(10))
-    assert 'raise ValueError("not five")' in caught.value.message
+    with pytest.raises(TaskFailed, match="3 examples that work one by one fail") as caught:
+        comparison.compare_pieces(ExampleCache(task, data), range(10))
+    assert 'raise ValueError("not three")' in caught.value.message
