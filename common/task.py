@@ -7,6 +7,7 @@ and nothing of this project. Training relies on that sum being additive, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -42,9 +43,11 @@ class Task(Protocol):
     """The three methods that a task must have.
 
     It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
-    ``max_weight_per_example: int`` (1 where absent), ``columns(examples) -> Mapping[str,
-    Sequence]``, for partitions (``common.data.columns``), and ``lengths(examples) ->
-    Sequence[int]``, where a batch is padded (``common.data.example_lengths``).
+    ``max_weight_per_example`` (1 where absent), ``weight_unit: float`` where weights are no whole
+    numbers, ``penalty(model) -> scalar``, a term of the mean loss on the parameters,
+    ``columns(examples) -> Mapping[str, Sequence]``, for partitions (``common.data.columns``), and
+    ``lengths(examples) -> Sequence[int]``, where a batch is padded
+    (``common.data.example_lengths``).
     """
 
     def new_model(self) -> nn.Module:
@@ -59,6 +62,11 @@ class Task(Protocol):
         """Return the summed loss, the weight it was summed over and, optionally, metric sums."""
         ...
 
+
+# A weight in float32 is off by this part of it, and is the whole number next to it.
+WEIGHT_ROUNDING = 1e-5
+# A unit that is no finer is exact. To a finer one weights are rounded: by 2^-17 of 2^-16.
+ROUNDED_UNIT = 2.0**-10
 
 # What autograd raises for a gradient of what was computed under ``no_grad``.
 NEEDS_AUTOGRAD = "does not require grad"
@@ -180,18 +188,44 @@ def _itself(module: nn.Module, *_: object) -> nn.Module:
     return module
 
 
+def weight_unit(task: Task) -> float:
+    """Return the step in which the task's weights are counted; 1 unless the task says otherwise.
+
+    Raises:
+        TaskError: it is no finite number above 0.
+    """
+    unit = getattr(task, "weight_unit", 1)
+    number = _number(unit)
+    if number is None or not 0 < number < math.inf:
+        raise TaskError(f"weight_unit must be a number above 0, found {unit!r}")
+    return number
+
+
+def rounds_weights(task: Task) -> bool:
+    """Return whether each call's weight is rounded to the unit, by half of it at the most.
+
+    A coarser unit is exact: a weight that is no multiple of it is refused.
+    """
+    return weight_unit(task) <= ROUNDED_UNIT
+
+
 def max_weight_per_example(task: Task) -> int:
-    """Return the largest weight that one example may have; 1 unless the task says otherwise."""
-    return int(getattr(task, "max_weight_per_example", 1))
+    """Return the most units of weight that one example may have; 1 if the task says nothing."""
+    return math.ceil(getattr(task, "max_weight_per_example", 1) / weight_unit(task))
 
 
 def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:
     """Call the task's ``loss_sum`` and return loss, weight and metric sums.
 
+    All are in units of the task's weight (``weight_unit``): the weight is a number of units, and
+    loss and metrics are divided by the unit, so that what is summed over devices and divided once
+    is the mean per weight.
+
     Raises:
-        TaskError: the result is not a scalar tensor, an integer weight of at least 0 and,
-            optionally, a dict of metric sums.
+        TaskError: the result is not a scalar tensor, a weight of 0 or more units and, optionally, a
+            dict of metric sums.
     """
+    unit = weight_unit(task)
     result = task.loss_sum(model, batch)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise TaskError(
@@ -201,12 +235,23 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
     number = float(weight) if type(weight) is int else _number(weight)
-    if number is None or not number.is_integer() or number < 0:
+    if number is None or not 0 <= number < math.inf:
+        raise TaskError(f"the weight must be a number from 0, found {weight!r}")
+    count = round(number / unit)
+    if abs(number - count * unit) > WEIGHT_ROUNDING * max(number, unit) and unit > ROUNDED_UNIT:
         raise TaskError(
             f"the weight must be a whole number of examples or tokens, found {weight!r}"
+            if unit == 1
+            else f"the weight must be a multiple of the task's weight_unit of {unit:g}, found "
+            f"{weight!r}",
+            remedy="give the task weight_unit = 0.5 if all weights are multiples of 0.5, or "
+            "weight_unit = 2**-16, to which each call's weight is rounded; no int(), which rounds "
+            "each micro-batch by up to 1 (docs/task.md)",
         )
+    if unit != 1:
+        loss = loss / unit
     if len(result) == 2:
-        return loss, int(number), Metrics()
+        return loss, count, Metrics()
     sums = result[2]
     if not isinstance(sums, Mapping):
         raise TaskError(f"the metric sums must be a dict by name, found {_kind(sums)}")
@@ -221,8 +266,8 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
         metric = _number(value)
         if metric is None:
             raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
-        metrics[str(name)] = metric
-    return loss, int(number), metrics
+        metrics[str(name)] = metric / unit
+    return loss, count, metrics
 
 
 def loss_sum_alone(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:

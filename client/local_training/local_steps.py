@@ -15,6 +15,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.common.model.vectors import CHUNK
 from headwater.common.optimizers.local_optimizer import held_bytes, local_optimizer, path_length
 from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.optimizers.penalty import add_penalty
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 
 
@@ -36,8 +37,9 @@ class LocalSteps:
             ):  # the mean is in the parameters' gradients
                 if terms.proximal:  # this term of the loss uses every parameter
                     _pull_back(mean_P, image.values_P, start_P, terms.proximal)
-                else:
-                    self._context.accumulator.hide_unused()
+                penalised = add_penalty(self._context.task, image, mean_P)
+                if not terms.proximal:
+                    self._context.accumulator.hide_unused(but=penalised)
                 with without_dynamo():
                     optimizer.step()
             # The accumulator's vector is free now and takes the difference.

@@ -92,13 +92,15 @@ class Accumulator:
             if at not in unused:
                 self._versions[at] = -1
 
-    def hide_unused(self) -> None:
+    def hide_unused(self, *, but: Collection[int] = ()) -> None:
         """Let the gradients of parameters that no pass has reached be None until ``zero``.
 
-        An optimizer then leaves them as they are, weight decay and momentum included.
+        Not those of the places ``but``. An optimizer then leaves them as they are, weight decay and
+        momentum included.
         """
         for at in self.unused():
-            self._parameters[at].grad = None
+            if at not in but:
+                self._parameters[at].grad = None
 
     def _set_gradients(self) -> None:
         for parameter, view in zip(self._parameters, self._views, strict=True):

@@ -36,7 +36,7 @@ from headwater.common.additivity.sums import (
     compare_gradients,
 )
 from headwater.common.errors import HeadwaterError, HiddenState, TaskFailed, TaskNotAdditive
-from headwater.common.task import loss_sum_alone
+from headwater.common.task import loss_sum_alone, rounds_weights
 from headwater.common.user_code import described, is_allocation_failure
 
 # A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
@@ -141,6 +141,7 @@ class Comparison:
                 *(together, alone),
                 size=size,
                 tolerance=tolerance,
+                is_rounded=rounds_weights(self._singles.task),
                 cause=partial(self._cause, self._cache, group),
             )
             if with_gradients:
@@ -177,6 +178,7 @@ class Comparison:
                 size=len(positions),
                 how=how,
                 tolerance=self._tolerance,
+                is_rounded=rounds_weights(self._singles.task),
                 cause=cause,
             )
         except TaskNotAdditive as error:

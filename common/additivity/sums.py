@@ -21,6 +21,10 @@ from headwater.common.user_code import user_line
 TOLERANCE = 2.0**-10
 STANDARD_ERRORS = 6.0  # of the means of random draws
 
+UNIT = (
+    "; return a float weight as it is, with weight_unit = 0.5 in the task if all are multiples of "
+    "0.5, or weight_unit = 2**-16 (docs/task.md)"
+)
 SUM_REMEDY = (
     "return the metric's sum over the examples, such as the number of correct answers; the server "
     "divides it by the weight"
@@ -70,22 +74,29 @@ def compare(
     size: int,
     how: str = "one by one",
     tolerance: float = TOLERANCE,
+    is_rounded: bool = False,
     cause: Callable[[], Cause] | None = None,
 ) -> None:
     """Compare a batch of ``size`` examples with its parts; ``how`` says how it was split.
 
-    ``tolerance`` is relative to the sum of the parts' magnitudes. ``cause`` looks for the reason
-    where a loss is no sum and no mean.
+    ``tolerance`` is relative to the sum of the parts' magnitudes. A weight that ``is_rounded`` is
+    off by half at the most. ``cause`` looks for the reason where a loss is no sum and no mean.
 
     Raises:
         TaskNotAdditive: with the two numbers that should be equal and the likely cause.
     """
     weight = sum(part.weight for part in alone)
-    if together.weight != weight:
+    gap = abs(together.weight - weight)
+    if gap > ((len(alone) + 1) / 2 if is_rounded else 0):
+        is_small = gap <= len(alone)
         raise TaskNotAdditive(
             f"{size} examples together weigh {together.weight}, {how} {weight}: "
-            "probably padding is counted in the weight",
-            remedy="count only real tokens or examples in the weight",
+            + (
+                "each call rounds its weight, as int() does, or padding is counted in it"
+                if is_small
+                else "probably padding is counted in the weight"
+            ),
+            remedy=f"count only real tokens or examples in the weight{UNIT if is_small else ''}",
         )
     loss = math.fsum(part.loss for part in alone)
     if not _is_close(together.loss, [part.loss for part in alone], tolerance):

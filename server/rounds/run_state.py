@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import Diverged, SettingsError
 from headwater.common.messages import Plan
@@ -20,9 +22,10 @@ from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
 from headwater.common.optimizers.local_optimizer import local_optimizer
+from headwater.common.optimizers.penalty import add_penalty, has_penalty
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
-from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.task import load_task, max_weight_per_example, weight_unit
 from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import held_updates
@@ -87,6 +90,7 @@ class Training:
         self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.server_optimizer, settings.schedule)
         self.max_weight_per_example = max_weight_per_example(self.task)
+        self._check_terms()
         self.target = Target(
             settings.plan,
             max_weight_per_example=self.max_weight_per_example,
@@ -127,6 +131,29 @@ class Training:
         if settings.privacy.is_on:
             num_values = self.image.layout.num_parameters
             self.privacy = RunPrivacy(settings, num_values=num_values)
+
+    def _check_terms(self) -> None:
+        """Check that the settings go with the task's own terms, and that its penalty works.
+
+        Raises:
+            SettingsError: they do not.
+            TaskFailed, TaskError: see ``headwater.common.optimizers.penalty``.
+        """
+        unit, algorithm = weight_unit(self.task), self.settings.algorithm.name
+        if unit != 1 and self.settings.privacy.is_on:
+            raise SettingsError(
+                f"the task counts weights in units of {unit:g}, and privacy clips what each "
+                "example or device adds to a sum of whole weights",
+                remedy="leave weight_unit out of the task and scale the loss, or train without "
+                "privacy",
+            )
+        if algorithm is not None and has_penalty(self.task):
+            raise SettingsError(
+                f"the task has a penalty, and the client algorithm {algorithm} takes its own steps",
+                remedy="add the penalty's gradient in the algorithm, and leave it out of the task",
+            )
+        if has_penalty(self.task):
+            add_penalty(self.task, self.image, torch.zeros(self.image.layout.num_parameters))
 
     def sent_model(self) -> SentModel:
         """Return the model of this round's plans, or of its evaluation, as devices will hold it."""
@@ -309,10 +336,13 @@ class Training:
         if done.noise is not None and is_exact:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
+        penalised: tuple[int, ...] = ()
+        if is_exact:  # with local steps each device has added it to each step
+            penalised = add_penalty(self.task, self.image, done.mean_P)
         rate = self.optimizer.step(
             done.mean_P,
             rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
-            unused=done.unused,
+            unused=[at for at in done.unused if at not in penalised],
         )
         if not all_finite(self.image.values_P):
             raise Diverged(

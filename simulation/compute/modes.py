@@ -20,8 +20,10 @@ import logging
 
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import SettingsError
+from headwater.common.optimizers.penalty import has_penalty
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import print_text
+from headwater.common.task import weight_unit
 from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import WorkerPool, num_workers
@@ -53,6 +55,11 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
     needs_norms = plan.follow_noise_scale or watches or settings.local.is_on
     with_norms = chosen == "vectorised" or (chosen == "auto" and needs_norms)
     try:
+        task = devices.trainer.task
+        if weight_unit(task) != 1:
+            raise UnsupportedBatch(f"its weights are counted in units of {weight_unit(task):g}")
+        if settings.local.is_on and has_penalty(task):
+            raise UnsupportedBatch("each device adds its own penalty to each local step")
         if settings.privacy.is_on:
             raise UnsupportedBatch("with privacy each device's vector is clipped by itself")
         if settings.algorithm.label is not None:
