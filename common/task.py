@@ -236,7 +236,9 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
     number = float(weight) if type(weight) is int else _number(weight)
     if number is None or not 0 <= number < math.inf:
-        raise TaskError(f"the weight must be a number from 0, found {weight!r}")
+        raise TaskError(
+            f"the weight must be a whole number of examples or tokens, found {weight!r}"
+        )
     count = round(number / unit)
     if abs(number - count * unit) > WEIGHT_ROUNDING * max(number, unit) and unit > ROUNDED_UNIT:
         raise TaskError(

@@ -91,11 +91,8 @@ def compare(
         is_small = gap <= len(alone)
         raise TaskNotAdditive(
             f"{size} examples together weigh {together.weight}, {how} {weight}: "
-            + (
-                "each call rounds its weight, as int() does, or padding is counted in it"
-                if is_small
-                else "probably padding is counted in the weight"
-            ),
+            "probably padding is counted in the weight"
+            + (", or each call rounds it, as int() does" if is_small else ""),
             remedy=f"count only real tokens or examples in the weight{UNIT if is_small else ''}",
         )
     loss = math.fsum(part.loss for part in alone)

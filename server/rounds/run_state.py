@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from headwater.common.additivity.penalty import add_penalty, has_penalty
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import Diverged, SettingsError
 from headwater.common.messages import Plan
@@ -22,7 +23,6 @@ from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
 from headwater.common.optimizers.local_optimizer import local_optimizer
-from headwater.common.optimizers.penalty import add_penalty, has_penalty
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, weight_unit
@@ -137,7 +137,7 @@ class Training:
 
         Raises:
             SettingsError: they do not.
-            TaskFailed, TaskError: see ``headwater.common.optimizers.penalty``.
+            TaskFailed, TaskError: see ``headwater.common.additivity.penalty``.
         """
         unit, algorithm = weight_unit(self.task), self.settings.algorithm.name
         if unit != 1 and self.settings.privacy.is_on:

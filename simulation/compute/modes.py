@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import logging
 
+from headwater.common.additivity.penalty import has_penalty
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import SettingsError
-from headwater.common.optimizers.penalty import has_penalty
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import print_text
 from headwater.common.task import weight_unit

@@ -175,7 +175,7 @@ def test_weights_that_each_call_rounds_are_found_over_many_cuts() -> None:
             def train_examples(self, *, data: Any, part: int, num_parts: int) -> TensorDataset:
                 return super().train_examples(data=data, part=part + self.offset, num_parts=1)
 
-        with pytest.raises(TaskNotAdditive, match="each call rounds its weight") as caught:
+        with pytest.raises(TaskNotAdditive, match="each call rounds it") as caught:
             simulated(Others, rounds=1)
         assert "weight_unit" in caught.value.remedy
 
