@@ -4,6 +4,9 @@ A process that a command started has one scope. ``headwater.simulate``, ``serve`
 open one for each call, so that calls in one process, also in several threads, share no model and no
 measurement, and leave nothing in memory. A scope follows the context (``contextvars``): it holds in
 ``asyncio`` tasks and in ``asyncio.to_thread``, and not in a plain thread.
+
+A file of the user's that starts a run while it is imported would start itself again in each process
+that imports it, without end. So no scope opens while such a file is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from headwater.common.errors import UnknownTask
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -27,11 +33,34 @@ class _Scope:
 
 _PROCESS = _Scope()
 _current: ContextVar[_Scope] = ContextVar("headwater.run_scope")
+_imported: ContextVar[Path] = ContextVar("headwater.imported_file")
+
+MAIN_GUARD = 'if __name__ == "__main__":'
+
+
+@contextmanager
+def import_of(file: Path) -> Iterator[None]:
+    """Mark that a file of the user's is imported meanwhile, so that it can start no run."""
+    token = _imported.set(file)
+    try:
+        yield
+    finally:
+        _imported.reset(token)
 
 
 @contextmanager
 def run_scope(objects: Mapping[str, object]) -> Iterator[None]:
-    """Open a scope in which settings may name these objects."""
+    """Open a scope in which settings may name these objects.
+
+    Raises:
+        UnknownTask: a file of the user's is imported just now, and it is the one that starts a run.
+    """
+    if (file := _imported.get(None)) is not None:
+        raise UnknownTask(
+            f"{file.name} starts a run while it is imported as part of a run, so that every "
+            "process that imports it would start it again",
+            remedy=f"put what {file.name} runs as a script under `{MAIN_GUARD}`",
+        )
     token = _current.set(_Scope(dict(objects)))
     try:
         yield

@@ -23,6 +23,7 @@ from types import ModuleType
 
 from headwater.common.bundled_examples import is_bundled
 from headwater.common.errors import UnknownTask, system_remedy
+from headwater.common.run_scope import MAIN_GUARD, import_of
 from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,8 @@ def _is_same(one: Path, other: Path) -> bool:
 def explained(file: Path) -> Iterator[None]:
     """Turn an error of the code that is imported into an ``UnknownTask`` with file and line."""
     try:
-        yield
+        with import_of(file):
+            yield
     except UnknownTask:
         raise
     except (Exception, SystemExit) as error:
@@ -270,7 +272,7 @@ def _remedy(error: BaseException, file: Path) -> str:
     if isinstance(error, ImportError) and "relative import" in str(error):
         return f"put an empty __init__.py beside {file.name}, or import without the dot"
     if isinstance(error, SystemExit):
-        return 'put what the file runs as a script under `if __name__ == "__main__":`'
+        return f"put what the file runs as a script under `{MAIN_GUARD}`"
     return system_remedy(str(error)) or "correct the file; -v shows the whole traceback"
 
 

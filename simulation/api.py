@@ -9,7 +9,7 @@ import torch
 
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import SettingsError
-from headwater.common.run_scope import run_scope
+from headwater.common.run_scope import MAIN_GUARD, run_scope
 from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state
@@ -127,6 +127,6 @@ def _check_objects(settings: Settings) -> None:
     raise SettingsError(
         f"the {given[0]} is a Python object, and {how} computes in other processes, which load it "
         "from a file",
-        remedy="save it in a file, and name it as in task='my_task.py:MyTask'; or leave "
-        f"{how.partition('=')[0]} out",
+        remedy="save it in a file, and name it as in task='my_task.py:MyTask'; a script that names "
+        f"itself starts the run under `{MAIN_GUARD}`. Or leave {how.partition('=')[0]} out",
     )
