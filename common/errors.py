@@ -507,10 +507,11 @@ class DealerCheated(RoundAborted):
         super().__init__(message, remedy=remedy)
         self.dealers = dealers
 class NothingSummed(RoundAborted):
-    """The weights of a masked round add up to 0: no device had a usable example."""
+    """The weights of a round add up to 0: no device had an example that counts."""
     remedy = (
-        "each device's own log says why; lower --learning-rate if the model diverged, or look at "
-        "the devices' data"
+        "each device's own log says why: look at what loss_sum counts (are all targets ignored: "
+        "ignore_index, padding?) and at the devices' data; lower --learning-rate if the model "
+        "diverged"
     )
 class FirstSumClipped(RoundAborted):
     """A run's first masked sum was clipped, at bounds that followed from no sum before."""

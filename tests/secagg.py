@@ -269,7 +269,7 @@ class Cast:
             party = self.parties[name]
             encoded_P, num_clipped = encode_in_place(
                 torch.from_numpy(party.values_P.copy()),
-                weight=int(party.numbers[WEIGHT]),
+                weight=opened.session.members[name].planned_weight,
                 encoding=chosen.encoding,
             )
             total_P += encoded_P

@@ -65,7 +65,7 @@ class GradientSum:
 
         Raises:
             MeanLeftIn: the loss is a mean, or a sum that was divided or multiplied by ``n``.
-            CountsDisagree: ``n`` is not a whole number from 1.
+            CountsDisagree: ``n`` is not a whole number from 0.
             ParametersChanged: an optimizer stepped since this object was created.
             GradientsChanged: ``loss.backward()``, ``zero_grad()`` or clipping beside this method.
         """
@@ -73,13 +73,14 @@ class GradientSum:
         self._check_untouched()
         reduction = watch(loss_sum)
         loss_sum.backward()  # type: ignore[no-untyped-call]
-        if reduction.is_mean(n):
+        if n and reduction.is_mean(n):
             raise MeanLeftIn(
                 f"expected a loss that is summed over its n = {n} examples, found a mean with the "
                 f"factor {sum(reduction.means):.4g}: the gradients would be too small by about "
                 f"{n / sum(reduction.means):.4g} times"
             )
-        self._note_reduction(reduction, n)
+        if n:  # of a loss without weight no factor follows from n
+            self._note_reduction(reduction, n)
         self.weight += n
         self._num_passes += 1
         self._gradients_before = self._accumulator.num_changes
@@ -146,7 +147,7 @@ class GradientSum:
             )
 
     def _check_counts(self) -> None:
-        if not self.weight:
+        if not self._num_passes:
             raise EmptyUpdate(
                 "sums.backward(loss_sum, n) was never called: there is nothing to send",
                 remedy="call it for each batch; a client without examples should not reply",
@@ -265,19 +266,19 @@ def _is_close(ratio: float) -> bool:
     return abs(ratio - 1) < 1e-3
 
 
-def whole_number(n: int) -> int:
-    """Return a number of examples.
+def whole_number(n: int, *, least: int = 0) -> int:
+    """Return a number of examples, or of what the loss was summed over: 0 if all are ignored.
 
     Raises:
-        CountsDisagree: it is no whole number from 1.
+        CountsDisagree: it is no whole number from ``least``.
     """
     try:
         whole = operator.index(n)
     except TypeError:
-        whole = 0
-    if whole < 1:
+        whole = -1
+    if whole < least:
         raise CountsDisagree(
             f"expected n, the examples (or tokens) that the loss was summed over, as a whole "
-            f"number from 1, found {n!r:.40}"
+            f"number from {least}, found {n!r:.40}"
         )
     return whole

@@ -43,7 +43,7 @@ class ModelDifference:
         Raises:
             CountsDisagree: ``n`` is not a whole number from 1.
         """
-        self.weight += whole_number(n)
+        self.weight += whole_number(n, least=1)
         self._num_steps += 1
 
     def reply(self, message: Message, metrics: Mapping[str, float] | None = None) -> Message:

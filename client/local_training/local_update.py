@@ -137,7 +137,7 @@ def make_update(
 
     Raises:
         EmptyUpdate: no example could be summed.
-        NothingWeighed: all that could have a weight of 0.
+        NothingWeighed: all have a weight of 0, in a plan that scales by it or steps along a mean.
         NonFiniteUpdate: the sum overflows float32 at the plan's weight.
     """
     total, values_P = local_sum.total, local_sum.values_P
@@ -151,24 +151,25 @@ def make_update(
             seconds=context.clock.seconds() - local_sum.start_seconds,
             vitals=context.vitals(),
         )
-    if total.weight == 0 and total.num_examples:
-        raise NothingWeighed(
-            f"{context.name}, round {plan.round}: each of {total.num_examples} examples has a "
-            "weight of 0"
-        )
-    if total.weight == 0:
+    if not total.num_examples:
         raise EmptyUpdate(
             f"{context.name}, round {plan.round}: none of {len(window.positions)} examples could "
             "be summed: the task raises, a loss or gradient is not finite, or they are too long "
             "for the device's memory"
         )
-    weight = plan.weigh_as or total.weight
+    # A loss of weight 0, such as a detector's without an object, is a sum like any other.
+    weight = total.weight if plan.weigh_as is None else plan.weigh_as
+    if not total.weight and (weight or plan.takes_local_steps or plan.algorithm is not None):
+        raise NothingWeighed(
+            f"{context.name}, round {plan.round}: each of {total.num_examples} examples has a "
+            "weight of 0: there is no mean of their losses to scale, or to step along"
+        )
     if not scale(values_P, by=weight, over=total.weight):
         raise NonFiniteUpdate(
             f"{context.name}, round {plan.round}: the sum over weight {total.weight} overflows "
             f"float32 when scaled to weight {weight}"
         )
-    ratio = weight / total.weight
+    ratio = weight / total.weight if total.weight else 1.0
     report = UpdateReport(
         name=context.name,
         round=plan.round,

@@ -208,8 +208,12 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
         # A rotation adds up coordinates, which may overflow.
         update = with_usable_values(update, planned_weight=state.device.planned_weight)
+    # The ring has room for each member's planned weight, of which a sum of weight 0 needs some.
     vector, num_clipped = encode_in_place(
-        update.values_P, weight=update.weight, encoding=parameters.encoding, random=random
+        update.values_P,
+        weight=state.device.planned_weight,
+        encoding=parameters.encoding,
+        random=random,
     )
     numbers = {**in_names_of(parameters.scalars, update.numbers), NUM_CLIPPED: 0}
     last = widest(parameters.scalars)
@@ -233,10 +237,9 @@ def with_usable_values(update: UnmaskedUpdate, *, planned_weight: int) -> Unmask
     """
     numbers = update.numbers
     is_usable = all(map(math.isfinite, numbers.values())) and all_finite(update.values_P)
-    if is_usable and 0 < update.weight <= planned_weight:
+    if is_usable and 0 <= update.weight <= planned_weight:
         return update
-    if not is_usable or update.weight:
-        log.warning("an update that is not finite, or too heavy, is masked as one of weight 0")
+    log.warning("an update that is not finite, or too heavy, is masked as one of weight 0")
     update.values_P.zero_()
     num_left_out = sum(
         int(numbers[name])

@@ -72,7 +72,7 @@ def read_tag(content: RecordDict, name: str) -> GradientTag | None:
     Raises:
         ProtocolMismatch: the tag is of another version.
         CorruptUpdate: one of its fields is missing or of another type.
-        CountOutOfRange: the weight, or the number of passes, is not from 1 to 2^53.
+        CountOutOfRange: the weight is not from 0, or the number of passes from 1, to 2^53.
     """
     record = content.config_records.get(TAG)
     if record is None:
@@ -92,10 +92,10 @@ def read_tag(content: RecordDict, name: str) -> GradientTag | None:
     are_flags = isinstance(is_seen, bool) and isinstance(is_difference, bool)
     if not (isinstance(layout, str) and are_flags and isinstance(crc, int)):
         raise CorruptUpdate(f"{name}: the reply's tag has a field of another type")
-    for key, count in (("weight", weight), ("num-passes", num_passes)):
-        if not isinstance(count, int) or not 1 <= count <= MAX_WEIGHT:
+    for key, count, least in (("weight", weight, 0), ("num-passes", num_passes, 1)):
+        if not isinstance(count, int) or not least <= count <= MAX_WEIGHT:
             raise CountOutOfRange(
-                f"{name}: the tag's {key} must be a whole number from 1 to 2^53, found "
+                f"{name}: the tag's {key} must be a whole number from {least} to 2^53, found "
                 f"{count!r:.40}"
             )
     assert isinstance(weight, int)

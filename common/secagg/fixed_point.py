@@ -2,9 +2,9 @@
 
 A coordinate x is encoded as the integer nearest to x 2^f, in two's complement modulo 2^32 (or
 2^16, or 2^8), so that sums in the ring are sums of integers while the whole cohort's sum cannot
-wrap. That is checked before anything is encoded: a device of weight w clips each coordinate at
-floor(w c 2^f) steps, no device sums more weight than planned, and the planned weights add up to W,
-so that |sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
+wrap. That is checked before anything is encoded: a device with a planned weight w clips each
+coordinate at floor(w c 2^f) steps, whatever it has summed, and the planned weights add up to W, so
+that |sum of all| <= sum of floor(w c 2^f) <= W c 2^f < 2^(ring_bits - 1).
 
 Error of the sum if nothing was clipped (every clip is counted):
 

@@ -161,13 +161,13 @@ def check_sums(
 
     A malicious device can mask any number unseen. But a sum out of range could lead to a division
     by zero or the root of a negative number; it must cost no more than its round. Sums of devices
-    none of which has a usable example are in range: all positive ones are 0.
+    whose examples weigh nothing are in range.
 
     Raises:
         SumOutOfRange: with the names of the numbers.
     """
     wrong = []
-    is_empty = not any(sums.get(name, 0) for name in POSITIVE)
+    is_empty = not any(sums.get(name, 0) for name in (WEIGHT, SUMMED_WEIGHT))
     for scalar in scalars:
         value = sums[scalar.name]
         bound = planned_weight if scalar.name == WEIGHT else largest_sum(scalar, num_devices)

@@ -68,5 +68,8 @@ class NormWatch:
 
 
 def norm_per_weight(values_P: Vector, weight: int) -> float:
-    """Return the Euclidean norm of an update's mean gradient; of its step after local steps."""
-    return math.sqrt(norm_squared(values_P)) / weight
+    """Return the Euclidean norm of an update's mean gradient; of its step after local steps.
+
+    An update of weight 0 is held against the norms of single units of weight.
+    """
+    return math.sqrt(norm_squared(values_P)) / max(weight, 1)

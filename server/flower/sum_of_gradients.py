@@ -248,6 +248,12 @@ class SumOfGradients(FedAvg):
             self._end_if_converted_wrongly(refused)
             return None, None
         weight = self._sum.weight
+        if not weight:
+            log.warning(
+                "round %d: the examples of all replies weigh 0 together, the model is unchanged",
+                server_round,
+            )
+            return None, None
         mean_P = self._sum.close()
         unused = zero_tensors(mean_P, self._image.layout.spans, in_all(self._unused))
         self._optimizer.step(mean_P, unused=unused)

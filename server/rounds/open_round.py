@@ -17,6 +17,7 @@ from headwater.common.compression.encoded_vector import Vector, whole
 from headwater.common.errors import (
     CountOutOfRange,
     HeadwaterError,
+    NothingWeighed,
     OutlierUpdate,
     UnexpectedUpdate,
     UpdateRefused,
@@ -222,6 +223,8 @@ class OpenRound:
         """
         peaks = self._total.check(values_P, name=name)
         within_P = self._within_norm(name, values_P, weight)
+        if self._held is not None and not weight:
+            raise NothingWeighed(f"{name}: a robust rule compares means, and its weight is 0")
         if self._held is not None:
             self._held.add(whole(within_P), weight)
         else:
@@ -409,7 +412,7 @@ class OpenRound:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
         elif plan.privacy is not None and weight != plan.quota * self._max_weight:
             return f"weight {weight}, a private plan says {plan.quota * self._max_weight}"
-        elif not 0 < weight <= num_examples * self._max_weight:
+        elif not 0 <= weight <= num_examples * self._max_weight:
             examples = counted(num_examples, "example")
             return f"weight {weight} for {examples} of at most {self._max_weight} each"
         if num_steps > num_windows * (plan.max_examples + 1):

@@ -17,7 +17,7 @@ import torch
 
 from headwater.common.additivity.penalty import add_penalty, has_penalty
 from headwater.common.compression.model_difference import SentModel
-from headwater.common.errors import Diverged, SettingsError
+from headwater.common.errors import Diverged, NothingSummed, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import load_initial
@@ -26,6 +26,7 @@ from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, weight_unit
+from headwater.common.wording import counted
 from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.held_updates import held_updates
@@ -263,6 +264,12 @@ class Training:
             # Private clients have masked zeros in place of their metrics.
             return done if self.privacy is None else replace(done, metric_sums={})
         columns, held, bit_sum = opened.columns, self.held, None
+        if not opened.weight:
+            raise NothingSummed(
+                f"round {self.round + 1}: the examples of "
+                f"{counted(len(opened.accepted), 'device')} weigh 0 together: there is no mean of "
+                "their losses"
+            )
         if self.privacy is not None:
             bit_sum = self.privacy.add_noise(
                 self.sum,

@@ -80,7 +80,6 @@ UPDATES = {
     "-1 examples": (head(num_examples=-1), "CorruptUpdate"),
     "NaN examples": (head(num_examples=float("nan")), "CorruptUpdate"),
     "more weight than examples": (head(weight=9), "CountOutOfRange"),
-    "no weight": (head(weight=0), "CountOutOfRange"),
     "-8 weight": (head(weight=-8), "CorruptUpdate"),
     "10^18 weight": (head(weight=10**18), "CorruptUpdate"),
     "a loss of NaN": (head(loss_sum=float("nan")), "CorruptUpdate"),

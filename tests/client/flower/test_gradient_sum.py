@@ -105,10 +105,17 @@ def test_a_constant_factor_is_the_user_s_own(loop: Loop) -> None:
     loop.sums.tensors()
 
 
-@pytest.mark.parametrize("n", [0, -1, 2.0, None])
+@pytest.mark.parametrize("n", [-1, 2.0, None])
 def test_n_must_be_a_count(loop: Loop, n: object) -> None:
     with pytest.raises(CountsDisagree, match="whole number"):
         loop.sums.backward(loop.loss_sum(loop.inputs, loop.labels), n)  # type: ignore[arg-type]
+
+
+def test_a_batch_whose_targets_are_all_ignored_adds_its_gradient_and_no_weight(loop: Loop) -> None:
+    before = loop.sums.weight
+    loop.sums.backward(loop.loss_sum(loop.inputs, loop.labels) * 0.5, 0)
+    assert loop.sums.weight == before
+    assert any(tensor.any() for tensor in loop.sums.tensors().values())
 
 
 def test_batches_counted_instead_of_examples_are_refused(loop: Loop) -> None:

@@ -188,7 +188,6 @@ def test_nothing_is_answered_or_masked_if_the_record_cannot_be_stored(action: st
         ([3e38, 3e38, 3e38], {WEIGHT: 1}),
         ([1.0, 1.0, 1.0], {"loss_sum": float("nan")}),
         ([1.0, 1.0, 1.0], {WEIGHT: PLANNED + 1}),
-        ([1.0, 1.0, 1.0], {WEIGHT: 0}),
     ],
 )
 def test_an_update_that_cannot_be_masked_as_it_is_rides_as_one_of_weight_0(
@@ -289,7 +288,7 @@ def test_clipped_coordinates_and_numbers_are_counted_as_a_masked_number() -> Non
         party = cast.parties[name]
         _, num_clipped = encode_in_place(
             torch.from_numpy(party.values_P.copy()),
-            weight=int(party.numbers[WEIGHT]),
+            weight=party.device.planned_weight,
             encoding=played.sum.session.parameters.encoding,
         )
         expected += num_clipped

@@ -154,7 +154,6 @@ BAD_REPLIES: dict[str, tuple[Spoil, str]] = {
     "another count": (with_metric("num-examples", 15), "CountsDisagree"),
     "another version": (with_tag(version=2), "ProtocolMismatch"),
     "another layout": (with_tag(layout="0" * 64), "ModelMismatch"),
-    "weight 0": (with_tag(weight=0), "CountOutOfRange"),
     "a negative weight": (with_tag(weight=-5), "CountOutOfRange"),
     "half a weight": (with_tag(weight=2.5), "CountOutOfRange"),
     "a huge weight": (with_tag(weight=2**53 + 1), "CountOutOfRange"),

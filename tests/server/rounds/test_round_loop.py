@@ -181,7 +181,6 @@ HOSTILE: dict[str, tuple[Callable[[Update], Update], type[HeadwaterError]]] = {
     "infinity": (with_values(spoiled(-math.inf)), NonFiniteUpdate),
     "above its quota": (replaced(num_examples=9, weight=9), CountOutOfRange),
     "no example": (replaced(num_examples=0, weight=0), CountOutOfRange),
-    "no weight": (replaced(weight=0), CountOutOfRange),
     "negative weight": (replaced(weight=-8), CountOutOfRange),
     "negative examples": (replaced(num_examples=-8, weight=-8), CountOutOfRange),
     "too much weight": (replaced(weight=9), CountOutOfRange),
