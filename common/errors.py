@@ -233,8 +233,9 @@ class CountsDisagree(ConversionError):
 class ParametersChanged(ConversionError):
     """The parameters changed while their gradients were summed."""
     remedy = (
-        "take optimizer.step() and the loop over epochs out of the client: the server takes the "
-        "step, one a round"
+        "load the server's parameters before GradientSum(model), or after reply() where one object "
+        "serves several rounds; take optimizer.step() and the loop over epochs out of the client: "
+        "the server takes the step, one a round"
     )
 class GradientsChanged(ConversionError):
     """Something else than ``GradientSum.backward`` wrote to the gradients."""

@@ -39,7 +39,11 @@ log = logging.getLogger("flwr.headwater")  # Flower shows what its own logger's 
 
 
 class GradientSum:
-    """The sum of the gradients of every ``backward`` since this object was created."""
+    """The sum of the gradients of every ``backward`` since this object was created, or replied.
+
+    One object may serve many rounds: the first ``backward`` after a ``reply`` begins a new sum at
+    the parameters as they are then.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Move the model's parameters into one block of memory, and its gradients into one vector.
@@ -48,9 +52,15 @@ class GradientSum:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
         """
         self.weight = 0
-        """The examples, or tokens, that the losses so far were summed over."""
+        """The examples, or tokens, that the losses of this sum were summed over."""
         self._image = ModelImage(model)
         self._accumulator = Accumulator(self._image)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a sum of nothing at the parameters as they are."""
+        self.weight = 0
+        self._accumulator.zero()
         self._parameters_before = self._parameter_versions()
         self._gradients_before = self._accumulator.num_changes
         self._factors = _SumFactors()
@@ -58,7 +68,9 @@ class GradientSum:
         self._is_reduction_seen = True
         self._most_rows = 1
         self._has_rows = True
+        model = self._image.model
         self._hook = model.register_forward_hook(self._note_rows, with_kwargs=True)
+        self._is_sent = False
 
     def backward(self, loss_sum: Tensor, n: int) -> None:
         """Add the gradients of a loss that was summed over ``n`` examples (or tokens), and count n.
@@ -70,6 +82,8 @@ class GradientSum:
             GradientsChanged: ``loss.backward()``, ``zero_grad()`` or clipping beside this method.
         """
         n = whole_number(n)
+        if self._is_sent:
+            self._begin()
         self._check_untouched()
         reduction = watch(loss_sum)
         loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -105,6 +119,8 @@ class GradientSum:
     def reply(self, message: Message, metrics: Mapping[str, float] | None = None) -> Message:
         """Return the reply to a Flower message: the sums, their weight and layout, and the metrics.
 
+        The sum ends with it: the next ``backward`` begins another.
+
         Raises:
             OtherParameters: the gradients are not those of the parameters in the message.
             EmptyUpdate, MeanLeftIn, CountsDisagree, ParametersChanged, GradientsChanged: see
@@ -125,6 +141,7 @@ class GradientSum:
             is_reduction_seen=self._is_reduction_seen,
             unused=self._accumulator.unused(),
         )
+        self._is_sent = True
         return Message(content, reply_to=message)
 
     def _check_untouched(self) -> None:

@@ -1,5 +1,6 @@
 """A training loop that sums gradients: what it counts, and what it refuses."""
 
+import copy
 import logging
 from collections.abc import Iterator
 
@@ -255,3 +256,32 @@ def test_a_model_may_be_used_again_in_the_next_round(loop: Loop) -> None:
     loop.run()
     again = loop.sums.tensors()
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_one_object_serves_many_rounds_and_each_reply_has_that_round_s_gradients() -> None:
+    loop = Loop()
+    for number in range(3):
+        with torch.no_grad():  # as an app writes what the server sent, in place
+            for parameter in loop.model.parameters():
+                parameter.fill_(0.1 * number)
+        message = train_message(loop.model)
+        loop.run()
+        content = loop.sums.reply(message).content
+        tag = read_tag(content, "a client")
+        assert tag is not None
+        assert (tag.weight, tag.num_passes) == (5, 3)
+        plain = copy.deepcopy(loop.model)
+        plain.zero_grad(set_to_none=True)
+        functional.cross_entropy(plain(loop.inputs), loop.labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        sent = content.array_records["arrays"].to_torch_state_dict()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(sent[name], parameter.grad, rtol=0, atol=1e-5)
+
+
+def test_parameters_loaded_in_the_middle_of_a_sum_are_refused_with_where_to_load_them() -> None:
+    loop = Loop()
+    loop.run()
+    loop.model.load_state_dict({name: 2 * t for name, t in loop.model.state_dict().items()})
+    with pytest.raises(ParametersChanged) as caught:
+        loop.run()
+    assert "after reply()" in caught.value.remedy
