@@ -233,9 +233,9 @@ class CountsDisagree(ConversionError):
 class ParametersChanged(ConversionError):
     """The parameters changed while their gradients were summed."""
     remedy = (
-        "load the server's parameters before GradientSum(model), or after reply() where one object "
-        "serves several rounds; take optimizer.step() and the loop over epochs out of the client: "
-        "the server takes the step, one a round"
+        "take optimizer.step() and the loop over epochs out of the client: the server takes the "
+        "step, one a round. Load the server's parameters before the first batch of a round, or "
+        "after reply() where one GradientSum serves several"
     )
 class GradientsChanged(ConversionError):
     """Something else than ``GradientSum.backward`` wrote to the gradients."""

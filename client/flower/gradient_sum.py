@@ -78,12 +78,14 @@ class GradientSum:
         Raises:
             MeanLeftIn: the loss is a mean, or a sum that was divided or multiplied by ``n``.
             CountsDisagree: ``n`` is not a whole number from 0.
-            ParametersChanged: an optimizer stepped since this object was created.
+            ParametersChanged: an optimizer stepped since the sum began.
             GradientsChanged: ``loss.backward()``, ``zero_grad()`` or clipping beside this method.
         """
         n = whole_number(n)
         if self._is_sent:
             self._begin()
+        if not self._num_passes:  # the server's parameters may have been loaded since
+            self._parameters_before = self._parameter_versions()
         self._check_untouched()
         reduction = watch(loss_sum)
         loss_sum.backward()  # type: ignore[no-untyped-call]
