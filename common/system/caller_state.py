@@ -20,6 +20,7 @@ import torch
 
 from headwater.common.errors import remedy_in_traceback
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
+from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.stop_signals import (
     StopRequests,
     at_stop_signals,
@@ -44,6 +45,7 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
             {name: QUIET_DEPENDENCIES[name] for name, it in variables.items() if not it}
         )
         with remedy_in_traceback(), ExitStack() as stack:
+            stack.enter_context(lasting_output())
             stack.enter_context(silent(is_silent))
             stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt_at_once)))
             if is_main:

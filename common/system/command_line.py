@@ -17,6 +17,7 @@ import typer
 
 from headwater.common.errors import HeadwaterError, SettingsError
 from headwater.common.settings.flags import OTHER_PANEL, SettingsGroup, overrides
+from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.stop_signals import is_interrupted
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class CommandGroup(SettingsGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; no traceback shows the frames of the command line's libraries."""
+        with lasting_output():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         write_what_can_be_encoded(sys.stdout)
         try:
             return super().invoke(ctx)
@@ -114,6 +119,7 @@ def check_text(args: Sequence[str]) -> None:
 
 def write_what_can_be_encoded(stream: TextIO) -> None:
     """Let a stream write a character that its encoding lacks as an escape, as stderr does."""
+    stream = getattr(stream, "stream", stream)  # below a LastingStream
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
 

@@ -39,6 +39,7 @@ from headwater.common.system.heap import (
     keep_freed_memory,
     rare_collections,
 )
+from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.portability import PipeEnd
 from headwater.server.fleet import UpdateSeries
 from headwater.simulation.compute.one_by_one import OneByOne
@@ -282,8 +283,9 @@ def _run(connection: PipeEnd, descriptor: int) -> None:
     os.dup2(2, 1)  # what a task prints must not mix with the simulator's output
     try:
         start: WorkerSettings = connection.recv()
-        start_log(verbose=start.is_verbose)
-        work(connection, descriptor, start)
+        with lasting_output():
+            start_log(verbose=start.is_verbose)
+            work(connection, descriptor, start)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         logging.getLogger(__name__).debug("the simulator has ended")
     finally:

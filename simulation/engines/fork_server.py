@@ -46,6 +46,7 @@ from headwater.common.errors import (
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
+from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.printable import printable
 from headwater.simulation.engines.client_processes import ROUND, STATE
 from headwater.simulation.engines.device_app import process_app
@@ -91,7 +92,11 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a task may print
     torch.set_num_threads(1)
     use_one_heap()
+    with lasting_output():  # also in the devices: a task that prints needs no disk for it
+        _serve(replies)
 
+
+def _serve(replies: int) -> None:
     def send(message: dict[str, Any]) -> None:
         os.write(replies, json.dumps(message).encode() + b"\n")
 
@@ -156,7 +161,8 @@ def run_spawned_device() -> None:
     torch.set_num_threads(1)
     use_one_heap()
     order = json.loads(sys.stdin.readline())
-    sys.exit(_run_device(_load(order), order["part"], order["port"]))
+    with lasting_output():
+        sys.exit(_run_device(_load(order), order["part"], order["port"]))
 
 
 def _load(order: dict[str, Any]) -> ForkedRun:

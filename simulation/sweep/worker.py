@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headwater.common.errors import Diverged, HeadwaterError, TooFewClients
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.portability import PipeEnd
 from headwater.common.system.stop_signals import interrupt
 
@@ -61,9 +62,10 @@ def execute_runs(pipe: PipeEnd) -> None:
     try:
         if sys.platform != "win32":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        start_log(verbose=False)
-        while True:
-            pipe.send(_execute(pipe.recv(), pipe))
+        with lasting_output():
+            start_log(verbose=False)
+            while True:
+                pipe.send(_execute(pipe.recv(), pipe))
     except EOFError:
         return
     except (KeyboardInterrupt, OSError):

@@ -1,0 +1,107 @@
+"""A run goes on when its own output cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headwater.common.system.lasting_output import LastingStream, lasting_output
+
+
+class FullDisk(io.StringIO):
+    """A text stream whose disk is full while ``is_full``."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_a_full_disk_loses_lines_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    disk = FullDisk()
+    stream = LastingStream(disk, "the standard output")
+    for line in ("one\n", "two\n", "three\n"):
+        assert stream.write(line) == len(line)
+    assert [record.message for record in caplog.records] == [
+        "the standard output cannot be written (No space left on device); the run goes on without "
+        "it"
+    ]
+    disk.is_full = False
+    stream.write("four\n")
+    stream.flush()
+    stream.flush()
+    assert disk.getvalue() == "four\n"
+    assert [record.message for record in caplog.records[1:]] == [
+        "the standard output failed 3 times: lines of it may be missing"
+    ]
+
+
+def test_a_pipe_without_a_reader_is_told_once_and_written_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        stream = LastingStream(pipe, "the standard output")
+        for _ in range(3):
+            stream.write("a line\n")
+            stream.flush()
+        stream.settle()  # or closing the pipe would raise
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "Broken pipe" in caplog.text
+
+
+def test_the_streams_are_as_before_after_the_last_of_several_runs() -> None:
+    before = sys.stdout, sys.stderr
+    first, second = lasting_output(), lasting_output()
+    first.__enter__()
+    second.__enter__()
+    assert isinstance(sys.stdout, LastingStream)
+    assert sys.stdout.encoding == before[0].encoding
+    first.__exit__(None, None, None)
+    assert isinstance(sys.stderr, LastingStream)
+    second.__exit__(None, None, None)
+    assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["/dev/full", "a pipe without a reader", "closed"])
+@pytest.mark.parametrize("more", [["--engine", "in-process"], ["--engine", "grpc"]])
+def test_a_simulation_ends_well_without_its_output(
+    output: str, more: list[str], tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "headwater.simulation.cli",
+        "--clients",
+        "3",
+        "--rounds",
+        "3",
+        *more,
+        "-v",
+    ]
+    command += ["--out", str(tmp_path / "run")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    if output == "/dev/full":
+        if not Path(output).exists():
+            pytest.skip("this system has no /dev/full")
+        os.close(writer)
+        writer = os.open(output, os.O_WRONLY)
+    if output == "closed":
+        command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=writer, timeout=200, check=False)
+    finally:
+        os.close(writer)
+    assert ended.returncode == 0
