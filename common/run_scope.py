@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from headwater.common.changed_files import forget_changed_modules
 from headwater.common.errors import UnknownTask
 
 Arguments = ParamSpec("Arguments")
@@ -50,7 +51,7 @@ def import_of(file: Path) -> Iterator[None]:
 
 @contextmanager
 def run_scope(objects: Mapping[str, object]) -> Iterator[None]:
-    """Open a scope in which settings may name these objects.
+    """Open a scope in which settings may name these objects; it reads files anew that have changed.
 
     Raises:
         UnknownTask: a file of the user's is imported just now, and it is the one that starts a run.
@@ -61,6 +62,7 @@ def run_scope(objects: Mapping[str, object]) -> Iterator[None]:
             "process that imports it would start it again",
             remedy=f"put what {file.name} runs as a script under `{MAIN_GUARD}`",
         )
+    forget_changed_modules()
     token = _current.set(_Scope(dict(objects)))
     try:
         yield

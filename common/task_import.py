@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from headwater.common.bundled_examples import is_bundled
+from headwater.common.changed_files import note_modules
 from headwater.common.errors import UnknownTask, system_remedy
 from headwater.common.run_scope import MAIN_GUARD, import_of
 from headwater.common.user_code import is_installed, user_frames
@@ -85,8 +86,11 @@ def import_task_module(module: TaskModule) -> ModuleType:
     for folder in map(str, module.folders):
         if folder not in sys.path:
             sys.path.append(folder)  # for folders without __init__.py, and for pickle
+    before = set(sys.modules)
     with _FINDER.importing(module), explained(module.file):
-        return _import_package_member(module) if "." in module.name else _import_file(module)
+        imported = _import_package_member(module) if "." in module.name else _import_file(module)
+    note_modules({imported.__name__, *(set(sys.modules) - before)}, module.folders)
+    return imported
 
 
 def _import_package_member(module: TaskModule) -> ModuleType:

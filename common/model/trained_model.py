@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from headwater.common.changed_files import forget_changed_modules
 from headwater.common.errors import (
     LocalParametersMissing,
     ModelMismatch,
@@ -141,6 +142,7 @@ def load_model(
         LocalParametersMissing: some parameters stayed on the devices, and ``local`` names no file.
         StateError: the file of a device cannot be read.
     """
+    forget_changed_modules()
     file = model_file(Path(path))
     record, state = read_model(file)
     device_file = None if local is None else Path(local).expanduser()

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headwater.client.training.sampler import seed_of
+from headwater.common.run_scope import cached_in_scope
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 
 if TYPE_CHECKING:
@@ -255,9 +256,9 @@ def _targets(fault: Fault, seed: int, num_devices: int) -> NDArray[np.bool_]:
     return flags
 
 
-@lru_cache(maxsize=8)
+@cached_in_scope(maxsize=8)
 def read_faults(path: Path) -> FleetFaults:
-    """Read a faults file, once per process.
+    """Read a faults file, once in a run.
 
     Raises:
         SettingsError: see ``read_tables``; or the file has no table.

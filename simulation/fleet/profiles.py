@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.client.training.sampler import seed_of
 from headwater.common.data.data_paths import find_data
+from headwater.common.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
 from headwater.simulation.fleet.traces import ALWAYS, Availability, RoundShares, read_trace
@@ -139,9 +140,9 @@ def read_fleet(path: Path) -> tuple[SimulatedDevice, ...]:
     return read_fleet_file(path).devices
 
 
-@lru_cache(maxsize=8)
+@cached_in_scope(maxsize=8)
 def read_fleet_file(path: Path) -> FleetFile:
-    """Read a fleet's file, once per process.
+    """Read a fleet's file, once in a run.
 
     Raises:
         SettingsError: see ``read_fleet``.
