@@ -204,11 +204,11 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     """
     from contextlib import ExitStack
 
+    from headwater.client.device.worker_processes import workers_of_a_fork_server
     from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
-    from headwater.common.system.worker_processes import workers_of_a_fork_server
 
     connection: Connection | None = None
     chosen: Settings | None = settings

@@ -7,20 +7,27 @@ measurement, and leave nothing in memory. A scope follows the context (``context
 
 A file of the user's that starts a run while it is imported would start itself again in each process
 that imports it, without end. So no scope opens while such a file is imported.
+
+Python imports a file once in a process: in a notebook a run after an edit of the task, or of a file
+beside it, would train the old one in silence. So a new scope forgets modules that have changed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from headwater.common.changed_files import forget_changed_modules
 from headwater.common.errors import UnknownTask
+
+log = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -35,6 +42,10 @@ class _Scope:
 _PROCESS = _Scope()
 _current: ContextVar[_Scope] = ContextVar("headwater.run_scope")
 _imported: ContextVar[Path] = ContextVar("headwater.imported_file")
+
+_Stamp = tuple[int, int]
+_loaded: dict[str, tuple[Path, _Stamp | None]] = {}
+"""The file of each of the user's modules, by the module's name, and when it was last changed."""
 
 MAIN_GUARD = 'if __name__ == "__main__":'
 
@@ -103,3 +114,41 @@ def cached_in_scope(
 ) -> Callable[[Callable[Arguments, Result]], CachedInScope[Arguments, Result]]:
     """Return a decorator that caches a function's results in the scope of the run."""
     return lambda function: CachedInScope(function, maxsize)
+
+
+def note_modules(names: Collection[str], folders: Collection[Path]) -> None:
+    """Remember modules, if their files are in these folders or below and not remembered yet."""
+    for name in names:
+        found = getattr(sys.modules.get(name), "__file__", None)
+        if found is None or name.partition(".")[0] in ("__main__", "headwater"):
+            continue
+        file = Path(found)
+        if any(file.is_relative_to(folder) for folder in folders):
+            known = _loaded.get(name)
+            if known is None or known[0] != file:  # another file may have had the name before
+                _loaded[name] = file, _stamp(file)
+
+
+def forget_changed_modules() -> None:
+    """Forget all of the user's modules if the file of one has changed, as they import each other.
+
+    Objects that exist keep their classes. A run that is in progress in another thread goes on.
+    """
+    changed = [file for file, stamp in _loaded.values() if _stamp(file) != stamp]
+    if not changed:
+        return
+    log.info("read again, as it has changed: %s", ", ".join(map(str, changed)))
+    for file in changed:  # compiled code is told from a newer file by whole seconds only
+        with suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(str(file))).unlink()
+    for name in list(_loaded):
+        sys.modules.pop(name, None)
+        del _loaded[name]
+
+
+def _stamp(file: Path) -> _Stamp | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 from headwater.common.bundled_examples import is_bundled
-from headwater.common.changed_files import note_modules
 from headwater.common.errors import UnknownTask, system_remedy
-from headwater.common.run_scope import MAIN_GUARD, import_of
+from headwater.common.run_scope import MAIN_GUARD, import_of, note_modules
 from headwater.common.user_code import is_installed, user_frames
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headwater.common.changed_files import forget_changed_modules
 from headwater.common.errors import (
     LocalParametersMissing,
     ModelMismatch,
@@ -34,6 +33,7 @@ from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
+from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
 from headwater.common.task_spec import split_spec
 

@@ -221,8 +221,10 @@ class RunControl(Observer):
                     self._history.write(self._state())
             except Exception:
                 log.exception("the run's control thread failed; it continues")
-        self._history.write({**self._state(), "stands": "ended"}, is_last=True)
-        self._history.close()
+        try:
+            self._history.write({**self._state(), "stands": "ended"}, is_last=True)
+        finally:
+            self._history.close()
 
     def _warn_of_long_wait(self) -> None:
         awaited, seconds = self._device_records.awaited()

@@ -115,7 +115,11 @@ class History:
             for suffix in ("-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
             self._database = _open(self._path)
-            self.add_event("put aside", f"{aside.name}: {error}")
+            try:
+                self.add_event("put aside", f"{aside.name}: {error}")
+            except BaseException:
+                self._database.close()
+                raise
 
     def devices(self) -> list[DeviceRecord]:
         """Return the device records that earlier servers wrote."""

@@ -160,7 +160,10 @@ class EnrolmentPort:
             listener.result()  # raises the error that ended it
             listener = None
         if is_wanted and listener is None:
-            listener = self._loop.create_task(self._listen(self._bind()))
+            bound = self._bind()
+            listener = self._loop.create_task(self._listen(bound))
+            # Not in the task itself: one that is cancelled before its first step runs no code.
+            listener.add_done_callback(lambda _: bound.close())
             log.warning("a join token is valid: the enrolment port %d is open", self.port)
         elif listener is not None and not is_wanted:
             listener.cancel()
@@ -169,21 +172,20 @@ class EnrolmentPort:
         return listener
 
     async def _listen(self, bound: socket.socket) -> None:
-        with bound:
-            bound.setblocking(False)
-            while True:
-                connection, address = await self._loop.sock_accept(bound)
-                peer = str(address[0])
-                is_full = len(self._exchanges) >= MAX_CONNECTIONS
-                if is_full or not self._rate_limit.take(subscriber(peer), time.monotonic()):
-                    connection.close()  # before any handshake
-                    self._count(peer, TooManyAttempts("too many connections"))
-                    continue
-                task = self._loop.create_task(self._serve_one(connection, peer))
-                self._exchanges.add(task)
-                task.add_done_callback(self._exchanges.discard)
-                # Not in the task itself: one that is cancelled before its first step runs no code.
-                task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
+        bound.setblocking(False)
+        while True:
+            connection, address = await self._loop.sock_accept(bound)
+            peer = str(address[0])
+            is_full = len(self._exchanges) >= MAX_CONNECTIONS
+            if is_full or not self._rate_limit.take(subscriber(peer), time.monotonic()):
+                connection.close()  # before any handshake
+                self._count(peer, TooManyAttempts("too many connections"))
+                continue
+            task = self._loop.create_task(self._serve_one(connection, peer))
+            self._exchanges.add(task)
+            task.add_done_callback(self._exchanges.discard)
+            # As for the listener.
+            task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
 
     async def _serve_one(self, connection: socket.socket, peer: str) -> None:
         """Serve one device within ``EXCHANGE_SECONDS``."""

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from headwater.common.system.worker_processes import FORK, workers_of_a_fork_server
+from headwater.client.device.worker_processes import FORK, workers_of_a_fork_server
 
 pytestmark = pytest.mark.skipif(
     FORK not in multiprocessing.get_all_start_methods(), reason="this system forks no process"
