@@ -1,7 +1,8 @@
 """What a task may return as its examples: a map-style data set, or a stream that is read once.
 
 A client takes its examples in a new order each epoch, goes on after a restart where it was, and
-holds some out. A stream allows none of that, so its first examples are read into memory.
+holds some out. A stream allows none of that, so its first examples are read into memory. A task may
+write to an example or a batch: what is used twice is copied.
 """
 
 from __future__ import annotations
@@ -85,3 +86,18 @@ def _bytes_of(example: Any) -> int:
     if isinstance(example, list | tuple):
         return sum(map(_bytes_of, example))
     return OBJECT_BYTES
+
+
+def copied(value: Any) -> Any:
+    """Copy the tensors and arrays of an example or a batch, and the dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(copied(item) for item in value)
+    return value

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, system_remedy
-from headwater.common.example_streams import as_examples
+from headwater.common.example_streams import as_examples, copied
 from headwater.common.run_scope import object_named
 from headwater.common.task_spec import METHODS, find_task_class
 from headwater.common.user_code import described, running
@@ -276,14 +276,15 @@ def loss_sum_alone(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, in
     """Call the task's ``loss_sum`` where no gradient of the parameters is needed.
 
     A loss that takes gradients itself, as a gradient penalty or the force of a potential energy
-    does, cannot be computed under ``no_grad``: it is computed again with autograd.
+    does, cannot be computed under ``no_grad``: it is computed again with autograd, on the batch as
+    it was (a loss may write to its batch, or take the labels out).
 
     Raises:
         TaskError: see ``loss_sum``.
     """
     try:
         with torch.no_grad():
-            return loss_sum(task, model, batch)
+            return loss_sum(task, model, copied(batch))
     except RuntimeError as error:
         if NEEDS_AUTOGRAD not in str(error):
             raise

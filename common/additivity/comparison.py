@@ -245,7 +245,7 @@ class Comparison:
         singles = self._singles
         if not may_train_on(1):
             return
-        length, gap = singles.scaled_gap(self._cache.batch([position]))
+        length, gap = singles.scaled_gap(position)
         if gap > TOLERANCE * length:
             raise TaskNotAdditive(
                 f"the gradient of {SCALE:g} times the loss and {SCALE:g} times the gradient, of "

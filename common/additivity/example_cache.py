@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwater.common.data.batches import UnsupportedBatch, batch_of, dataset_tensors, split_batch
 from headwater.common.data.nested_values import parts_by_name, stored_tensors
+from headwater.common.example_streams import copied
 from headwater.common.task import Examples, Task
 
 
@@ -45,8 +46,8 @@ class ExampleCache:
             if position not in self._fetched:
                 self._fetched[position] = _fetch(self.examples, position)
         collate = getattr(self._task, "collate", torch.utils.data.default_collate)
-        # A collate may take the labels out of an example's dict: each call gets its own.
-        return collate([_copied(self._fetched[position]) for position in positions])
+        # A collate may take the labels out of an example's dict, a loss may write to what it gets.
+        return collate([copied(self._fetched[position]) for position in positions])
 
     def freeze(self, positions: Sequence[int]) -> bool:
         """Collate these examples once, if collate draws random numbers.
@@ -139,14 +140,3 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
 def _fetch(examples: Examples, position: int) -> Any:
     fetch_all = getattr(examples, "__getitems__", None)
     return examples[position] if fetch_all is None else fetch_all([position])[0]
-
-
-def _copied(value: Any) -> Any:
-    """Copy the containers of an example; what they hold is shared."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_copied(item) for item in value]
-    if type(value) is tuple:
-        return tuple(_copied(item) for item in value)
-    return value

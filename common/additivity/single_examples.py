@@ -175,19 +175,19 @@ class SingleExamples:
     def _passed(self, batch: Any) -> Sums:
         return self.backward(batch, sign=1.0) if self.has_gradients else self.forward(batch)
 
-    def scaled_gap(self, batch: Any) -> tuple[float, float]:
-        """Return the length of ``SCALE`` times a batch's gradient, and its distance from another.
+    def scaled_gap(self, position: int) -> tuple[float, float]:
+        """Return the length of ``SCALE`` times an example's gradient, and its gap to another.
 
         The other is the gradient of ``SCALE`` times its loss. The gradients of the examples that
         were added are added again afterwards.
         """
         zero_gradients(self._parameters)
-        self.backward(batch, sign=1.0)
+        self.backward(self.cache.batch([position]), sign=1.0)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(SCALE)
         length = self.gradient_norm
-        self.backward(batch, sign=-SCALE)
+        self.backward(self.cache.batch([position]), sign=-SCALE)
         gap = self.gradient_norm
         self.restart()
         return length, gap

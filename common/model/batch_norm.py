@@ -36,7 +36,7 @@ class GroupNormArguments:
 
 
 def refuse_batch_dependent(model: nn.Module) -> None:
-    """Refuse a model with layers whose output in training depends on the rest of the batch.
+    """Refuse a model with layers whose pass in training depends on the rest of the batch.
 
     A layer that the model itself keeps in evaluation mode, as with a ``train`` of its own, depends
     on its running statistics alone.
@@ -44,6 +44,13 @@ def refuse_batch_dependent(model: nn.Module) -> None:
     Raises:
         BatchDependentLayer: naming the layers.
     """
+    scaled = [name for name, m in model.named_modules() if _divides_by_frequency(m)]
+    if scaled:
+        raise BatchDependentLayer(
+            f"scale_grad_by_freq in {', '.join(scaled[:5])} divides the gradient of a row by how "
+            "often the batch has it, so that the sum depends on how the examples are cut",
+            remedy="leave scale_grad_by_freq out; Adam and Adagrad give rare rows larger steps",
+        )
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, _NormBase)]
     if not named:
         return
@@ -57,6 +64,12 @@ def refuse_batch_dependent(model: nn.Module) -> None:
             f"the model has {len(mixing)} layer(s) that mix the examples of a batch: "
             f"{', '.join(mixing[:5])}{', ...' if len(mixing) > 5 else ''}"
         )
+
+
+def _divides_by_frequency(layer: nn.Module) -> bool:
+    if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return False
+    return layer.scale_grad_by_freq and layer.weight.requires_grad
 
 
 def _mixes(layer: _NormBase) -> bool:

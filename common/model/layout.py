@@ -28,6 +28,17 @@ ON_META = (
     "a meta tensor has no values: build the model on the CPU in new_model, or call "
     "model.to_empty(device='cpu') there and then load or initialise its weights"
 )
+# The vectors of the power iteration, in torch's new and old spectral_norm.
+SPECTRAL_BUFFERS = (".0._u", ".0._v", "weight_u", "weight_v")
+NO_SPECTRAL_NORM = (
+    "spectral_norm iterates in each forward pass in training; take weight_norm or orthogonal "
+    "(torch.nn.utils.parametrizations), which keep no state, or divide the weight by "
+    "torch.linalg.matrix_norm(weight, 2) in a parametrization of your own"
+)
+HOLD_REAL = (
+    "keep its real and imaginary part: nn.Parameter(torch.view_as_real(w)), and in forward "
+    "torch.view_as_complex(self.w); torch's optimizers take the same steps on both"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +137,8 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
 
     Raises:
         UnsupportedModel: no trainable parameter, one that is not float32, or one without shape; a
-            tensor that is not on the CPU, or that no file of a model can hold.
+            tensor that is not on the CPU, or that no file of a model can hold; a trained parameter
+            in the memory of another tensor.
     """
     trainable: list[tuple[str, Tensor]] = []
     frozen: list[tuple[str, Tensor]] = []
@@ -135,7 +147,10 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
         _check_memory(name, tensor)
         is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if is_trainable and tensor.dtype != torch.float32:
-            raise UnsupportedModel(f"the parameter {name} is {_name(tensor)}; updates are float32")
+            raise UnsupportedModel(
+                f"the parameter {name} is {_name(tensor)}; updates are float32",
+                remedy=HOLD_REAL if tensor.is_complex() else None,
+            )
         if name not in local_names:
             (trainable if is_trainable else frozen).append((name, tensor))
         elif is_trainable:  # a buffer that stays on the device has no place of its own
@@ -146,6 +161,7 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
             remedy="return a model from new_model in which requires_grad is on for what should "
             "train (peft: inference_mode=False)",
         )
+    _check_memory_is_own([*trainable, *local], frozen)
     frozen.sort(key=lambda item: (-item[1].element_size(), item[0]))
     return ModelLayout(trainable=_slots(trainable), frozen=_slots(frozen), local=_slots(local))
 
@@ -161,6 +177,37 @@ def _check_memory(name: str, tensor: Tensor) -> None:
             f"{name} is {_name(tensor)}, which no file of a model can hold (safetensors)",
             remedy="store it in another dtype: a complex128 tensor as torch.view_as_real(it)",
         )
+
+
+def _check_memory_is_own(
+    trained: Sequence[tuple[str, Tensor]], frozen: Sequence[tuple[str, Tensor]]
+) -> None:
+    """Check that no other tensor lies in the memory of a trained one.
+
+    Each tensor moves to a place of its own, and what was one value would become two. Slices that
+    lie between each other's elements (columns of a matrix) share none.
+    """
+    spans = sorted(
+        (one.data_ptr(), one.data_ptr() + _known_bytes(one), name, number < len(trained))
+        for number, (name, one) in enumerate((*trained, *frozen))
+        if one.numel() and one.layout is torch.strided
+    )
+    last_end, last_name, last_trains = 0, "", False
+    for start, end, name, trains in spans:
+        if start < last_end and (trains or last_trains):
+            raise UnsupportedModel(
+                f"{last_name} and {name} are two tensors in the same memory, as after b.data = "
+                "a.data: PyTorch changes both at once, and here each would have its own values",
+                remedy="tie them as one parameter, b.weight = a.weight, or copy the values: "
+                "b.weight.data = a.weight.data.clone()",
+            )
+        if end > last_end:
+            last_end, last_name, last_trains = end, name, trains
+
+
+def _known_bytes(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's start that are all its own elements."""
+    return tensor.nbytes if tensor.is_contiguous() else tensor.element_size()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +228,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:
     """Return the error for a tensor that ``by`` may not write to."""
     if not isinstance(tensor, nn.Parameter):
-        return BuffersChanged(f"{by} changed the buffer {name}")
+        is_spectral = name.endswith(SPECTRAL_BUFFERS)
+        return BuffersChanged(
+            f"{by} changed the buffer {name}", remedy=NO_SPECTRAL_NORM if is_spectral else None
+        )
     if not tensor.requires_grad:
         return BuffersChanged(f"{by} changed the frozen parameter {name}")
     return BuffersChanged(

@@ -15,7 +15,7 @@ from headwater.common.additivity.comparison import Comparison
 from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.additivity.single_examples import SingleExamples
 from headwater.common.errors import BuffersChanged, TaskFailed, TaskNotAdditive
-from headwater.common.task import Task
+from headwater.common.task import Task, loss_sum_alone
 from tests.additivity import check_additive
 from tests.tasks import (
     NAN_GRADIENT,
@@ -220,6 +220,34 @@ def with_gradient_penalty(model: nn.Module, batch: Sequence[Tensor]) -> Any:
 
 def test_a_loss_that_takes_gradients_of_its_inputs_passes() -> None:
     check(Given(with_gradient_penalty))
+
+
+def in_place(model: nn.Module, batch: Any) -> Any:
+    batch[0].mul_(0.5).add_(1.0)
+    return squares(model, batch)
+
+
+def taking_labels_out(model: nn.Module, batch: Any) -> Any:
+    targets = batch.pop()
+    return squares(model, (batch[0], targets))
+
+
+def in_place_with_slopes(model: nn.Module, batch: Any) -> Any:
+    batch[0].mul_(0.5)
+    return with_gradient_penalty(model, batch)
+
+
+@pytest.mark.parametrize("loss", [in_place, taking_labels_out, in_place_with_slopes])
+def test_a_loss_that_changes_its_batch_passes_as_each_call_gets_a_new_one(loss: Any) -> None:
+    check(Given(loss))
+
+
+def test_a_loss_alone_that_needs_autograd_is_computed_on_the_batch_as_it_was() -> None:
+    model, inputs_BI, targets_B1 = nn.Linear(3, 1), torch.ones(2, 3), torch.zeros(2, 1)
+    task = Given(in_place_with_slopes)
+    found, _, _ = loss_sum_alone(task, model, [inputs_BI.clone(), targets_B1])
+    expected = with_gradient_penalty(model, [inputs_BI / 2, targets_B1])[0]
+    assert found.item() == expected.item()
 
 
 def test_a_mean_that_takes_gradients_of_its_inputs_is_refused() -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import pytest
 import torch
@@ -168,6 +168,45 @@ def test_a_tensor_without_memory_on_the_cpu_is_refused_by_name(
     assert "model on the CPU" in (raised.value.remedy or "")
 
 
+def test_a_complex_parameter_is_refused_with_how_to_hold_its_parts() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(UnsupportedModel, match="weight is complex64") as caught:
+        ModelImage(model)
+    assert "view_as_real" in caught.value.remedy
+
+
+def sharing(view_of: Callable[[Tensor], Tensor], *, as_buffer: bool = False) -> nn.Module:
+    """Return two layers of 4 x 4, of which the second is a view of the first one's values."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    second, values = cast(nn.Linear, model[1]), cast(nn.Linear, model[0]).weight.data
+    if as_buffer:
+        second.register_buffer("copy", view_of(values))
+    else:
+        second.weight.data = view_of(values)
+    return model
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize(
+    "view_of", [lambda w: w, lambda w: w.t(), lambda w: w[:2], lambda w: w[1:3], lambda w: w[0, 0]]
+)
+def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(
+    view_of: Callable[[Tensor], Tensor], as_buffer: bool
+) -> None:
+    with pytest.raises(UnsupportedModel, match=r"0\.weight") as caught:
+        ModelImage(sharing(view_of, as_buffer=as_buffer))
+    assert "1." in caught.value.message
+    assert "b.weight = a.weight" in caught.value.remedy
+
+
+def test_slices_of_one_tensor_that_share_no_element_and_frozen_aliases_are_accepted() -> None:
+    whole, model = torch.randn(4, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, part in zip(model, (whole[:, :4], whole[:, 4:]), strict=True):
+        cast(nn.Linear, layer).weight.data = part
+    ModelImage(model)
+    ModelImage(nn.Sequential(sharing(lambda w: w).requires_grad_(False), nn.Linear(4, 4)))
+
+
 def test_a_tensor_that_no_file_can_hold_is_refused_before_the_first_round() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
@@ -207,6 +246,16 @@ def normed(norm: nn.Module) -> nn.Module:
 def test_a_layer_that_mixes_the_batch_is_refused_by_name(norm: nn.Module) -> None:
     with pytest.raises(BatchDependentLayer, match=rf"1\.0 \({type(norm).__name__}\)"):
         ModelImage(normed(norm))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_divides_by_the_frequency_in_the_batch_is_refused(kind: Any) -> None:
+    model = nn.Sequential(kind(9, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
+    with pytest.raises(BatchDependentLayer, match="scale_grad_by_freq in 0 ") as caught:
+        ModelImage(model)
+    assert "leave scale_grad_by_freq out" in caught.value.remedy
+    model[0].requires_grad_(False)
+    ModelImage(model)
 
 
 @pytest.mark.parametrize(
