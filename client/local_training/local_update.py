@@ -85,7 +85,7 @@ def sum_gradients(
 
     Raises:
         OutOfMemory: one example alone does not fit.
-        BuffersChanged, TaskFailed, AlgorithmBroken, NonFiniteUpdate: see
+        BuffersChanged, TaskError, TaskFailed, AlgorithmBroken, NonFiniteUpdate: see
             ``headwater.common.errors``.
     """
     image = context.image
@@ -117,6 +117,7 @@ def sum_gradients(
     for name, tensor, version in constants:
         if tensor._version != version or now.get(name) is not tensor:
             raise changed(tensor, name)
+    image.check_still_frozen()
     return LocalSum(
         values_P=context.accumulator.values_P,
         total=work.total,

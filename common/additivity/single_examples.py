@@ -22,7 +22,7 @@ from headwater.common.additivity.trial_state import (
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError, TaskError, TaskNotAdditive
 from headwater.common.model.chunked_cross_entropy import adding_in_place
-from headwater.common.model.layout import changed, named_tensors
+from headwater.common.model.layout import changed, named_tensors, unfrozen
 from headwater.common.task import (
     Examples,
     LossOf,
@@ -214,6 +214,7 @@ class SingleExamples:
 
     def _sums(self, batch: Any, compute: LossOf) -> tuple[Tensor, Sums]:
         before = [(name, tensor, tensor._version) for name, tensor in named_tensors(self.model)]
+        frozen = [(name, tensor) for name, tensor, _ in before if not tensor.requires_grad]
         gradients = self._gradient_versions()
         loss, weight, metrics = compute(self.task, self.model, batch)
         if self._gradient_versions() != gradients:
@@ -226,6 +227,9 @@ class SingleExamples:
         for name, tensor, version in before:
             if now.get(name) is not tensor or tensor._version != version:
                 raise changed(tensor, name, "a forward pass in training")
+        for name, tensor in frozen:
+            if tensor.requires_grad:
+                raise unfrozen(name)
         sums = Sums(loss.item(), weight, metrics)
         for name, value in metrics.items():
             if math.isfinite(sums.loss) and not math.isfinite(value):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headwater.common.errors import BuffersChanged, UnsupportedModel
+from headwater.common.errors import BuffersChanged, TaskError, UnsupportedModel
 from headwater.common.model.mismatch import FROZEN, LOCAL, Row, to_text
 from headwater.common.model.tensor_file import DTYPE_NAMES
 
@@ -238,6 +238,16 @@ def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:
         f"{by} changed the parameter {name}, apart from its gradient",
         remedy="let the optimizer alone write to parameters: no max_norm in an embedding, no "
         "clamp_ or normalisation of a weight in place; a parametrization computes one instead",
+    )
+
+
+def unfrozen(name: str) -> TaskError:
+    """Return the error for a pass that turned ``requires_grad`` on for a frozen parameter."""
+    return TaskError(
+        f"{name} was frozen when the model was built, and a pass turned its requires_grad on: its "
+        "gradient has no place in the update, and was lost",
+        remedy="turn requires_grad on in new_model for all that ever trains; a pass may turn it "
+        "off, and the parameter then stays as it is in that pass",
     )
 
 

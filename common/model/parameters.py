@@ -29,7 +29,7 @@ from headwater.common.model.batch_norm import (
 )
 from headwater.common.model.bfloat16_weights import store_in_bfloat16
 from headwater.common.model.frozen_part import Fingerprint
-from headwater.common.model.layout import changed, layout_of, named_tensors
+from headwater.common.model.layout import changed, layout_of, named_tensors, unfrozen
 from headwater.common.model.local_parameters import local_names
 from headwater.common.model.tensor_file import tensors_of, without_wrappers
 from headwater.common.system.heap import release_freed_memory
@@ -157,6 +157,16 @@ class ModelImage:
         frozen = [(name, one) for name, one in self._frozen if isinstance(one, nn.Parameter)]
         return frozen + self.buffers()
 
+    def check_still_frozen(self) -> None:
+        """Check that no pass has turned ``requires_grad`` on for a frozen parameter.
+
+        Raises:
+            TaskError: one has; its gradient has no place in the update.
+        """
+        for name, tensor in self._frozen:
+            if tensor.requires_grad:
+                raise unfrozen(name)
+
     def load(self, image: bytes | bytearray | memoryview) -> None:
         """Overwrite the trainable parameters with bytes of the same layout.
 
@@ -180,19 +190,20 @@ class ModelImage:
         ]
 
     def trainable(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, in the order of the vector."""
-        return self._trained(is_local=False)
+        """Return the trainable parameters, in the order of the vector.
+
+        A pass may turn ``requires_grad`` off, as gradual unfreezing does: the parameter then has no
+        gradient, and still its place.
+        """
+        return self._trained_parameters[: len(self.layout.trainable)]
 
     def local(self) -> list[nn.Parameter]:
         """Return the trained parameters that stay on the device, in the order of their vector."""
-        return self._trained(is_local=True)
+        return self._trained_parameters[len(self.layout.trainable) :]
 
-    def _trained(self, *, is_local: bool) -> list[nn.Parameter]:
-        return [
-            parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and (name in self.local_names) == is_local
-        ]
+    @property
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        return [one for _, one in self.trained if isinstance(one, nn.Parameter)]
 
 
 def build_model(

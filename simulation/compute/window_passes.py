@@ -99,6 +99,7 @@ class WindowPasses:
             self._draws = True
             windows = self._windows(planned, positions, accumulators)
         now = {id(tensor) for _, tensor in (*image.constants(), *image.trained)}
+        image.check_still_frozen()
         if any(id(one) not in now or one._version != version for one, version in constants):
             windows = [None] * len(windows)
             self._devices.trainer.loaded_model.forget()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import headwater
+from headwater.common.errors import TaskError
 
 NUM_EXAMPLES, NUM_CLASSES, RATE = 8, 3, 0.5
 # float32, sums of eight examples in another order: a few units in the last place.
@@ -98,8 +99,32 @@ class Exported(Plain):
         return nn.Sequential(program.module())
 
 
+class FreezesInThePass(Plain):
+    """Turns ``requires_grad`` off in the pass, as gradual unfreezing does."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        model.get_submodule("0").requires_grad_(False)
+        return super().loss_sum(model, batch)
+
+
+class WritesToItsBatch(Plain):
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        batch[0].mul_(0.5).add_(1.0)
+        return super().loss_sum(model, batch)
+
+
+class TakesLabelsOut(Plain):
+    def collate(self, examples: list[Any]) -> Any:
+        return dict(zip(("inputs", "labels"), super().collate(examples), strict=True))
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        labels = batch.pop("labels")
+        return super().loss_sum(model, (batch["inputs"], labels))
+
+
 FORMS = [
     *(Plain, OfDataclasses, Sparse, SparseRows, WithPenalty),
+    *(FreezesInThePass, WritesToItsBatch, TakesLabelsOut),
     pytest.param(Exported, marks=pytest.mark.slow),  # torch.export takes seconds to import
 ]
 
@@ -162,10 +187,30 @@ def test_a_round_takes_the_step_of_plain_torch(form: Any, tmp_path: Path) -> Non
     assert_same(run.model.state_dict(), plain_step(form()))
 
 
+class Unfreezes(Plain):
+    """Freezes a layer in ``new_model`` and trains it in the pass."""
+
+    def new_model(self) -> nn.Module:
+        model = super().new_model()
+        model.get_submodule("0").requires_grad_(False)
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        model.get_submodule("0").requires_grad_(True)
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("changes", [{}, {"check": False}, {"check": False, "clients": 40}])
+def test_a_frozen_layer_that_a_pass_trains_is_refused_by_name(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(TaskError, match=r"0\.\w+ was frozen when the model was built"):
+        simulated(Unfreezes, tmp_path, **changes)
+
+
 def simulated(form: Any, out: Path, **changes: Any) -> headwater.Run:
     return headwater.simulate(
         form,
-        clients=1,
         rounds=1,
         accumulation_steps=2,
         micro_batch_size=NUM_EXAMPLES // 2,
@@ -173,7 +218,7 @@ def simulated(form: Any, out: Path, **changes: Any) -> headwater.Run:
         learning_rate=RATE,
         out=out,
         progress=False,
-        **changes,
+        **{"clients": 1, **changes},
     )
 
 
