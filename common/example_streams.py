@@ -21,6 +21,7 @@ from headwater.common.errors import TaskError
 log = logging.getLogger(__name__)
 
 MAX_EXAMPLES, MAX_BYTES = 10_000, 256 << 20
+MAX_COLUMNS = 4  # of a tuple such as (inputs, targets); more tensors are examples
 OBJECT_BYTES = 64  # of a number or another small object
 
 
@@ -31,12 +32,19 @@ def as_examples(found: Any, what: str) -> Any:
     read, or fewer that take ``MAX_BYTES``; the log says so.
 
     Raises:
-        TaskError: a DataLoader, or nothing that holds examples.
+        TaskError: a DataLoader, columns instead of examples, or nothing that holds examples.
     """
     if isinstance(found, DataLoader):
         raise TaskError(
             f"{what} returned a DataLoader, which gives batches in an order of its own",
             remedy="return its data set: micro-batches and their order are the plan's",
+        )
+    columns = _columns_in(found)
+    if columns is not None:
+        raise TaskError(
+            f"{what} returned {columns}: [0] is a column of them, and not the first example",
+            remedy="return torch.utils.data.TensorDataset(inputs, targets), or a list with one "
+            "entry for each example, as list(zip(inputs, targets)) is",
         )
     is_stream = isinstance(found, IterableDataset) or not hasattr(found, "__getitem__")
     if is_stream and isinstance(found, Iterable):
@@ -47,6 +55,28 @@ def as_examples(found: Any, what: str) -> Any:
             remedy="return a data set, a list of examples, or a stream of them (docs/task.md)",
         )
     return found
+
+
+def _columns_in(found: Any) -> str | None:
+    """Return what holds one entry for each column, such as (inputs, targets); None for examples."""
+    if hasattr(found, "iloc") and getattr(found, "ndim", 1) == 2:
+        return "a table"
+    if isinstance(found, Mapping):
+        return None if 0 in found or not found else f"a dict of {len(found)} entries by name"
+    if not isinstance(found, list | tuple) or not 2 <= len(found) <= MAX_COLUMNS:
+        return None
+    if not all(isinstance(one, Tensor | np.ndarray) and one.ndim > 0 for one in found):
+        return None
+    kinds = {(one.ndim, str(one.dtype).removeprefix("torch.")) for one in found}
+    num_rows = {len(one) for one in found}
+    # A list of few texts of one length holds examples.
+    if (
+        len(num_rows) > 1
+        or max(num_rows) <= len(found)
+        or (len(kinds) == 1 and type(found) is list)
+    ):
+        return None
+    return f"{len(found)} columns of {max(num_rows):,} rows each"
 
 
 def _read(stream: Iterable[Any], what: str) -> list[Any]:

@@ -87,8 +87,10 @@ def _numbered(values: Any, num_examples: int, *, where: str) -> Column:
             f"{' x '.join(map(str, array.shape)) or 'one value'}"
         )
     if array.dtype.kind not in INTEGER_KINDS + TEXT_KINDS:
+        odd = [one for one in array.reshape(-1) if not isinstance(one, int | str | np.integer)]
+        example = f": {odd[0]!r}" if odd else ""
         raise MissingColumn(
-            f"{where} must hold integers or texts, found {array.dtype}",
+            f"{where} must hold integers or texts, found {array.dtype}{example}",
             remedy="let the task's columns(examples) return its classes, see docs/data.md",
         )
     distinct, codes = np.unique(array.reshape(-1), return_inverse=True)
@@ -98,4 +100,5 @@ def _numbered(values: Any, num_examples: int, *, where: str) -> Column:
 def _array(values: Any) -> np.ndarray[Any, Any]:
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
-    return np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    is_plain = isinstance(values, np.ndarray) and values.dtype.kind != "O"
+    return np.asarray(values if is_plain else list(values))  # objects, as pandas keeps texts

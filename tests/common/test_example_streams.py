@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from headwater.common import example_streams
 from headwater.common.errors import TaskError
+from headwater.common.example_streams import as_examples
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
@@ -19,6 +21,43 @@ STREAMS = "tests/stranger_tasks/streams.py"
 @pytest.fixture(autouse=True)
 def _logged_again() -> None:
     example_streams._log_stream.cache_clear()
+
+
+INPUTS, TARGETS = torch.zeros(9, 3), torch.zeros(9, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ((INPUTS, TARGETS), "2 columns of 9 rows each"),
+        ([INPUTS, TARGETS], "2 columns of 9 rows each"),
+        ((INPUTS, INPUTS), "2 columns of 9 rows each"),
+        ((INPUTS.numpy(), TARGETS.numpy(), INPUTS.numpy()), "3 columns of 9 rows each"),
+        ({"inputs": INPUTS, "targets": TARGETS}, "a dict of 2 entries"),
+    ],
+)
+def test_columns_are_refused_which_would_be_read_as_so_many_examples(
+    columns: Any, text: str
+) -> None:
+    with pytest.raises(TaskError, match=text) as caught:
+        as_examples(columns, "train_examples")
+    assert "TensorDataset(inputs, targets)" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [
+        [torch.zeros(64), torch.ones(64)],  # two texts of one length
+        (torch.zeros(2), torch.zeros(2)),
+        [(torch.zeros(3), 1), (torch.zeros(3), 2)],
+        {0: "a", 1: "b"},
+        [],
+        {},
+        TARGETS,
+    ],
+)
+def test_a_few_examples_are_no_columns(examples: Any) -> None:
+    assert as_examples(examples, "train_examples") is examples
 
 
 def opened(kind: str) -> Any:

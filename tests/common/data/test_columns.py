@@ -57,6 +57,10 @@ FOUND: dict[str, tuple[Any, str]] = {
     "targets in a column": (Pictures(targets=np.array(LABELS)[:, None]), "label"),
     "labels": (Pictures(labels=torch.tensor(LABELS)), "label"),
     "attribute": (Pictures(author=["b", "a", "b", "c"]), "author"),
+    "texts as objects": (
+        Pictures(targets=np.array(["b", "a", "b", "c"], dtype=object)),
+        "label",
+    ),
     "truth values": (Pictures(is_new=torch.tensor(LABELS) == 3), "is_new"),
     "names of columns": (Frame(), "author"),
 }  # fmt: skip
@@ -107,7 +111,7 @@ MISSING: dict[str, tuple[Any, Any, str, str]] = {
     "two each": (WithColumns({"label": [[1, 2]] * 4}), TENSORS, "label", "found 4 x 2"),
     "one": (WithColumns({"label": np.array(3)}), TENSORS, "label", "found one value"),
     "real numbers": (WithColumns({"label": [0.5] * 4}), TENSORS, "label", "found float64"),
-    "no values": (WithColumns({"label": [None] * 4}), TENSORS, "label", "found object"),
+    "no values": (WithColumns({"label": [None] * 4}), TENSORS, "label", "found object: None"),
     "no dict": (WithColumns([LABELS]), TENSORS, "label", "must return a dict .* found list"),
     "an exception": (WithColumns(fails), TENSORS, "label", "columns: KeyError: 'author'"),
 }  # fmt: skip
