@@ -121,6 +121,11 @@ class PlanSettings(Branch):
     max_effective_batch_size: Count = setting(
         65_536, "most examples per round when following the gradient noise scale"
     )
+    least_share: Part = setting(
+        0.25,
+        "part of an even share that each client gets if the round then takes at most 5 % longer; "
+        "clients with less are named",
+    )
     max_micro_batch_size: Count = setting(
         256, "most examples per micro-batch; larger ones are no faster on a CPU", on=""
     )

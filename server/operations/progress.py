@@ -27,6 +27,8 @@ from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
 
+MAX_NAMES = 3
+
 
 def print_settings(settings: Settings, *, where: str) -> None:
     """Print the main settings and the numbers derived from them, such as the effective batch."""
@@ -124,6 +126,7 @@ def print_result(settings: Settings) -> None:
         parts += evaluation_figures(last.get("num_held_out_clients"), len(missing), num_left_out)
         for line in pack(parts, console.width):
             console.print(line)
+        _print_shares(last.get("below_share") or [])
     for title, name in (
         ("model", MODEL),
         ("adapter", ADAPTER),
@@ -136,6 +139,18 @@ def print_result(settings: Settings) -> None:
         if (folder / name).exists():
             note = _best_round(settings, folder) if name == BEST else ""
             console.print(f"  {title:<12}{folder / name}{note}", soft_wrap=True, markup=False)
+
+
+def _print_shares(names: list[str]) -> None:
+    """Say which clients had hardly a share of the last round, and what gives them more."""
+    if not names:
+        return
+    some = ", ".join(map(printable_name, names[:MAX_NAMES]))
+    print_text(
+        f"{counted(len(names), 'client')} had hardly a share of the examples ({some}"
+        f"{', ...' if len(names) > MAX_NAMES else ''}): --accumulation-steps K gives equal shares, "
+        "--weighting dataset equal weight to all data"
+    )
 
 
 def _best_round(settings: Settings, folder: Path) -> str:

@@ -23,7 +23,12 @@ def diagnose(points: Sequence[Point]) -> list[str]:
     recent = points[-WINDOW:]
     if len(recent) < MIN_ROUNDS:
         return []
-    found = [*_of_batch(recent), *_of_unlikeness(recent), *_of_accumulation(recent)]
+    found = [
+        *_of_batch(recent),
+        *_of_shares(recent[-1]),
+        *_of_unlikeness(recent),
+        *_of_accumulation(recent),
+    ]
     return found or ["Nothing stands out in the last rounds."]
 
 
@@ -49,6 +54,18 @@ def _of_batch(recent: Sequence[Point]) -> list[str]:
         ]
     return [
         f"The effective batch of {batch:,.0f} suits the gradient's noise scale of {scale:,.0f}."
+    ]
+
+
+def _of_shares(last: Point) -> list[str]:
+    number, names = last.get("num_below_share"), last.get("below_share")
+    if not number or not names:
+        return []
+    more = "" if number <= len(names) else ", ..."
+    return [
+        f"{number} of the devices ({', '.join(names)}{more}) have hardly a share of the examples: "
+        "as slow as they are, more would make the round longer. --accumulation-steps gives equal "
+        "shares, --weighting dataset equal weight to all data."
     ]
 
 

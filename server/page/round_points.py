@@ -19,6 +19,7 @@ FIGURES = (
     *("target", "noise_scale", "gradient_variance", "squared_gradient", "heterogeneity"),
     *("num_examples_left_out", "num_aborted", "num_epoch_examples", "epsilon", "delta"),
 )
+MAX_NAMES = 3  # of the clients that hardly have a share
 MAX_METRICS = 12
 MAX_NAME_CHARACTERS = 128  # as many as a device's name may have
 
@@ -35,6 +36,8 @@ def point_of(row: Row) -> Point:
         "k_min": low,
         "k_max": high,
         "num_left_out": len(field_of(row, "left_out") or ()),
+        "below_share": [label(name) for name in (field_of(row, "below_share") or ())[:MAX_NAMES]],
+        "num_below_share": len(field_of(row, "below_share") or ()),
         "num_refused": len(field_of(row, "refused") or ()),
         "is_masked": bool(field_of(row, "masked_clients")),
     }

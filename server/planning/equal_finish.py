@@ -13,11 +13,19 @@ If n turns take more than half of T, the round waits for the server, and no orde
 shorten it: the turns then share half of T, and every client has at least the other half. Otherwise
 a round would end before the first turns, and the fastest clients would get nothing to do.
 
+The round takes longer than T: a client whose link is slow is late by its transfers, and the last
+round shows what else is waited for. The others' time is lost in any case. So a quota below an even
+share is raised, up to that, as long as the client ends within MORE_TIME of what is waited for
+anyway; and one below a part of an even share (``plan.least_share``), up to that part, as long as
+the round takes at most MORE_TIME longer. What is raised is taken from the largest quotas: the sum
+stays the target. In a fleet whose clients compute until the end nothing changes.
+
 All functions work on numpy columns of n clients: planning a round takes about forty passes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +43,11 @@ TURNS_SHARE = 0.5
 TRAINING_PER_TRANSFER = 0.25
 # A client is bound by its link if its transfers take at least this part of T.
 LINK_BOUND = 1 / (1 + TRAINING_PER_TRANSFER)
+# The part of its time by which a round may take longer for smaller shares.
+MORE_TIME = 0.05
+# A quota that would grow by less than this part of an even share stays as it is.
+LEAST_GAIN = 0.05
+NUM_TURNS = 40  # that of T at which it stays, to 2^-40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,3 +168,56 @@ def _without(surplus: int, quotas: Ints, most: Ints, ends: Floats) -> Ints:
     taken = np.empty_like(quotas)
     taken[order] = np.clip(surplus - before, 0, spare)
     return quotas - taken
+
+
+def share_wait(
+    cohort: CohortColumns,
+    quotas: Ints,
+    *,
+    least_share: float,
+    finish_seconds: float | None,
+    round_seconds: float = 0.0,
+) -> Ints:
+    """Return the quotas, those below an even share raised within the round's time.
+
+    ``finish_seconds`` is when a round with a deadline must end, ``round_seconds`` what the last one
+    took, 0 if that is unknown. The sum stays as it is.
+    """
+    total = int(quotas.sum())
+    even, turns = total / len(quotas), cohort.turns()
+    end = round_end(cohort, quotas)
+    within = end + MORE_TIME * max(round_seconds - end, 0.0)
+    longest = end + MORE_TIME * max(round_seconds, end)
+    if finish_seconds is not None:
+        within, longest = (min(one, max(finish_seconds, end)) for one in (within, longest))
+    by_end = np.minimum(cohort.quotas(turns, within), math.floor(even))
+    by_longest = np.minimum(cohort.quotas(turns, longest), math.ceil(least_share * even))
+    raised = np.maximum(quotas, np.maximum(by_end, by_longest))
+    raised = np.where(raised - quotas >= max(LEAST_GAIN * even, 1.0), raised, quotas)
+    surplus = int(raised.sum()) - total
+    return _lowered(raised, surplus, least=math.floor(even)) if surplus else quotas
+
+
+def round_end(cohort: CohortColumns, quotas: Ints) -> float:
+    """Return when a round of these quotas ends, T: each client has its turn before it."""
+    ends, turns = cohort.finish(quotas), cohort.turns()
+    end = float(ends.max())
+    for _ in range(NUM_TURNS):  # a turn may be a part of T
+        end = float((ends + cohort.ahead(turns, end)).max())
+    return end
+
+
+def _lowered(quotas: Ints, surplus: int, *, least: int) -> Ints:
+    """Lower the largest quotas to one level, at least ``least``, until ``surplus`` is taken."""
+    low, high = least, int(quotas.max())
+    while low < high:  # the highest level that takes enough
+        level = (low + high + 1) // 2
+        if int(np.maximum(quotas - level, 0).sum()) >= surplus:
+            low = level
+        else:
+            high = level - 1
+    lowered = np.minimum(quotas, low)
+    back = surplus - int((quotas - lowered).sum())  # 0 or less: too much was taken
+    above = np.flatnonzero(quotas > low)[: max(-back, 0)]
+    lowered[above] += 1
+    return lowered

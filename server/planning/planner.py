@@ -38,7 +38,12 @@ from headwater.server.planning.device_estimates import (
     MIN_TIME_SHARE,
     DeviceEstimate,
 )
-from headwater.server.planning.equal_finish import CohortColumns, equal_finish
+from headwater.server.planning.equal_finish import (
+    CohortColumns,
+    equal_finish,
+    round_end,
+    share_wait,
+)
 from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
 from headwater.server.planning.target_batch import LocalRound
 
@@ -61,6 +66,8 @@ class TransferCosts:
     update_bytes: int = 0
     turn_seconds: float = 0.0
     """The server's seconds to check and add one update; it takes one update after another."""
+    round_seconds: float = 0.0
+    """What the last round's training took by the server's clock; 0 if it is unknown."""
 
     def transfer_seconds(self, vitals: Vitals) -> float:
         """Return the seconds of a client's download and upload; 0 where its link is unknown."""
@@ -190,7 +197,11 @@ def assign(
             costs.turn_seconds,
             most=_most(known, sizes, local),
         )
-        quotas, *parts = _equal_quotas(cohort, target, deadline_seconds)
+        quotas, *parts = _equal_quotas(
+            *(cohort, target, deadline_seconds),
+            least_share=chosen.least_share,
+            round_seconds=costs.round_seconds,
+        )
         times = [speed_cuts, *parts]
         inputs += [known.share, known.is_on_battery]
     kinds = zip(_row_bytes([quotas, sizes, *times, *inputs]), reasons, strict=True)
@@ -234,14 +245,25 @@ def _row_bytes(columns: Sequence[Ints | Floats]) -> list[bytes]:
 
 
 def _equal_quotas(
-    cohort: CohortColumns, target: int, deadline_seconds: float | None
+    cohort: CohortColumns,
+    target: int,
+    deadline_seconds: float | None,
+    *,
+    least_share: float,
+    round_seconds: float,
 ) -> tuple[Ints, Floats, Floats, Floats]:
     """Return the quotas by equal finish, and the last three columns of the assignments."""
-    quotas, finish_seconds = equal_finish(
+    given = None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE
+    quotas, finish_seconds = equal_finish(cohort, target=target, finish_seconds=given)
+    shared = share_wait(
         cohort,
-        target=target,
-        finish_seconds=None if deadline_seconds is None else deadline_seconds * DEADLINE_SHARE,
+        quotas,
+        least_share=least_share,
+        finish_seconds=given,
+        round_seconds=round_seconds,
     )
+    if shared is not quotas:
+        quotas, finish_seconds = shared, max(finish_seconds, round_end(cohort, shared))
     ahead = cohort.ahead(cohort.turns(), finish_seconds)
     free = finish_seconds - ahead - cohort.fixed
     return quotas, ahead / finish_seconds, cohort.fixed / finish_seconds, free

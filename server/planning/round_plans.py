@@ -8,6 +8,7 @@ round to round: the known clients, those that are excluded, and the target batch
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +63,8 @@ class RoundPlans:
     """The examples of all connected clients, by those of the invited; None if one tells none."""
     num_bounded: int
     """Clients that claim more than is believed: more speed, or more examples."""
+    below_share: tuple[str, ...] = ()
+    """Clients whose quotas are below ``plan.least_share`` of an even share."""
     metrics: tuple[str, ...] = ()
     """The names of the metrics that most of the invited clients have; for masked rounds."""
 
@@ -86,10 +89,14 @@ class RoundPlanner:
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
+    round_seconds: float = 0.0
+    """What the last round's training took; 0 before the first and on a virtual clock."""
     _bounded: set[str] = field(default_factory=set)
     """Clients of the last round that claim more than is believed."""
     _has_logged_target: bool = False
     """Whether the log says that the target is more than the clients' data allow."""
+    _has_logged_below: bool = False
+    """Whether the log says which clients have hardly a share."""
     _has_logged_share: bool = False
     """Whether the log says that masked quotas are cut."""
 
@@ -187,6 +194,7 @@ class RoundPlanner:
             image_bytes=download_bytes(self.settings, self.layout.num_parameters),
             update_bytes=upload_bytes(self.settings, self.layout.num_parameters),
             turn_seconds=turn_seconds,
+            round_seconds=self.round_seconds,
         )
         self.known.note_changes(clients)
         self.excluded = without_owners(self.excluded, clients.disconnected)
@@ -228,6 +236,8 @@ class RoundPlanner:
             )
             self._log_share(round_number, planned, assigned)
             weights = limited_weights(weights, max_share=secure.max_share)
+        below = self._below_share(assigned, exceptions)
+        self._log_below(round_number, below, assigned)
         self._log(round_number, selection, bounded)
         self.known.note_selection(selection, waiting_since, round_number)
         return RoundPlans(
@@ -247,6 +257,7 @@ class RoundPlanner:
             num_too_slow=len(selection.left_out),
             num_epoch_examples=_epoch_examples(owned.values(), len(clients.reports)),
             num_bounded=len(bounded),
+            below_share=below,
             # A busy client may have left.
             metrics=_common_metrics([clients.reports[n] for n in names if n in clients.reports])
             if is_masked
@@ -359,6 +370,50 @@ class RoundPlanner:
             counted(left, "example"),
             f"{planned:,}",
             self.settings.secure.max_share,
+        )
+
+    def _below_share(
+        self, assigned: Mapping[str, Assignment], exceptions: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """Return the clients with less than ``plan.least_share`` of an even share of the round.
+
+        Not those that own no more examples, and none where K or the local epochs are set.
+        """
+        local = self.target.local
+        if self._is_k_set or (local is not None and local.epochs is not None) or not assigned:
+            return ()
+        least = self.settings.plan.least_share
+        even = sum(one.quota for one in assigned.values()) / len(assigned)
+        return tuple(
+            name
+            for name, one in assigned.items()
+            if one.quota < min(math.floor(least * even), one.estimate.num_examples)
+            and name not in exceptions
+        )
+
+    def _log_below(
+        self, round_number: int, below: Sequence[str], assigned: Mapping[str, Assignment]
+    ) -> None:
+        """Log, once in a run, which clients have hardly a share of the sums, and what to set."""
+        if not below or self._has_logged_below:
+            return
+        self._has_logged_below = True
+        total = sum(one.quota for one in assigned.values())
+        parts = [
+            f"{name} {assigned[name].quota / total:.1%}"
+            for name in sorted(below, key=natural)[:MAX_NAMES]
+        ]
+        more = "" if len(below) <= MAX_NAMES else ", ..."
+        log.warning(
+            "round %d: %s of %s with less than %g of an even share of the examples (%s%s): as slow "
+            "as they are, more would make the round over 5 %% longer; set K for equal shares "
+            "(--accumulation-steps), a larger --effective-batch-size, or --weighting dataset",
+            round_number,
+            counted(len(below), "client"),
+            f"{len(assigned):,}",
+            self.settings.plan.least_share,
+            ", ".join(parts),
+            more,
         )
 
     def _log_target(self, round_number: int, target: int, owned: Mapping[str, int]) -> None:

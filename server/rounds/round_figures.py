@@ -73,6 +73,7 @@ def row_of_round(
         ring_masked=None if seen is None else seen[0],
         ring_opened=None if seen is None else seen[1],
         num_bounded=planned.num_bounded,
+        below_share=planned.below_share,
         num_outliers=len(opened.outliers),
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},

@@ -333,6 +333,8 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
+    if not fleet.has_virtual_clock:
+        training.planner.round_seconds = watch.split["train"] + fold_seconds
 
 
 def _masked_before(opened: OpenRound, *, version: int) -> list[str]:

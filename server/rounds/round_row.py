@@ -138,6 +138,8 @@ class RoundRow:
     num_bounded: int = 0
     # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.
     num_outliers: int = 0
+    # Clients whose quotas were below plan.least_share of an even share.
+    below_share: Sequence[str] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     clients: Sequence[ClientRow] = ()
