@@ -255,13 +255,17 @@ class Trainer:
         machine = self.machine or ThisMachine()
         return self.context(self.examples(identity), identity.name, machine)
 
-    def measure(self, identity: Identity, hardware: Hardware) -> Speed:
+    def measure(
+        self, identity: Identity, hardware: Hardware, examples: Examples | None = None
+    ) -> Speed:
         """Measure how fast the device trains, with activation checkpointing if it needs that.
+
+        On ``examples``, or on the client's own.
 
         Raises:
             OutOfMemory: one example alone does not fit, even with activation checkpointing.
         """
-        context = self.context(self.examples(identity), identity.name, hardware)
+        context = self.context(examples or self.examples(identity), identity.name, hardware)
         context = replace(context, precision=self.precision.chosen)
         return measure_speed(context, hardware, self.checkpointed)
 

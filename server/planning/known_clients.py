@@ -35,6 +35,10 @@ class KnownClients:
     """Clients that were left out and asked to describe themselves again, and have not yet."""
     _untold: set[str] = field(default_factory=set)
     """Clients without a number of examples, in a run that weighs updates by it."""
+    _measured_again: dict[str, int] = field(default_factory=dict)
+    """How often each client of masked rounds was asked to measure its speed again."""
+    _awaited_speed: set[str] = field(default_factory=set)
+    """Clients that were asked, and have not described themselves since."""
     _is_resumed: bool = False
     """Whether the next round is the first one after ``restore``."""
 
@@ -56,8 +60,13 @@ class KnownClients:
                 known[name] = known[name].after_disconnect()
         for name in clients.described:
             self._awaited.discard(name)
-            if name in known:  # the new number of examples is read in its next turn
-                known[name] = replace(known[name], num_examples=0)
+            if name not in known:
+                continue
+            # What is new is read in the client's next turn.
+            known[name] = replace(known[name], num_examples=0)
+            if name in self._awaited_speed:
+                self._awaited_speed.discard(name)
+                known[name] = replace(known[name], line=None, is_outdated=True)
 
     def waiting_since(self, names: Container[str]) -> dict[str, int]:
         """Return the round since which each of these clients that is left out waits."""
@@ -96,6 +105,22 @@ class KnownClients:
                 continue
             able.append(name)
         return able
+
+    def to_measure(self, names: Iterable[str], *, round_number: int) -> list[str]:
+        """Return which of these clients are to measure their speed again after this round.
+
+        A masked update tells no speed, so one bad measurement would last. A client is asked after
+        rounds 2, 4, 8 and so on: a slow machine is not measured more often than needed.
+        """
+        due = [
+            name
+            for name in names
+            if round_number >= 2 << self._measured_again.get(name, 0) and name in self.estimates
+        ]
+        for name in due:
+            self._measured_again[name] = self._measured_again.get(name, 0) + 1
+        self._awaited_speed.update(due)
+        return due
 
     def note_selection(
         self, selection: Selection, waiting: Collection[str], round_number: int

@@ -391,6 +391,18 @@ class RoundPlanner:
             and name not in exceptions
         )
 
+    def to_measure(self, planned: RoundPlans, *, round_number: int) -> dict[str, DescribeRequest]:
+        """Return the requests to clients of a masked round that are to measure their speed again.
+
+        These are the clients with less than half of an even share of the examples.
+        """
+        if self._is_k_set or self.settings.secure.aggregation == "off" or not planned.plans:
+            return {}
+        even = sum(plan.quota for plan in planned.plans.values()) / len(planned.plans)
+        slow = [name for name, plan in planned.plans.items() if plan.quota < even / 2]
+        due = self.known.to_measure(slow, round_number=round_number)
+        return dict.fromkeys(due, self.describe_request())
+
     def _log_below(
         self, round_number: int, below: Sequence[str], assigned: Mapping[str, Assignment]
     ) -> None:

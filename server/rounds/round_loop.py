@@ -260,6 +260,8 @@ def finish_round(
         training, planned, opened, done, step, evaluated, traffic, watch.split, client_seconds
     )
     training.left_out_log.note(row)
+    if not fleet.has_virtual_clock:
+        fleet.ask_again(training.planner.to_measure(planned, round_number=training.round))
     return row
 
 

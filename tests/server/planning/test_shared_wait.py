@@ -149,3 +149,36 @@ def test_a_client_that_hardly_has_a_share_is_named_once_with_what_to_set(
     plans = planned[0].plans
     share = plans["zero"].quota / sum(plan.quota for plan in plans.values())
     assert f"zero {share:.1%}" in caplog.text
+
+
+def test_a_masked_client_with_a_small_share_measures_again_after_rounds_2_4_and_8() -> None:
+    settings = load(None, {"task": "none", "secure.aggregation": "semi-honest"})
+    layout = build_model(TwoLayers(), seed=0).layout
+    planner = RoundPlanner(
+        settings, Target(settings.plan, max_weight_per_example=1, local=None), layout
+    )
+
+    def report(name: str, each: float) -> DeviceReport:
+        return DeviceReport(
+            name=name,
+            num_examples=5000,
+            layout_digest="d",
+            seconds_per_micro_batch=0.0,
+            seconds_per_example=each,
+        )
+
+    reports = {name: report(name, each) for name, each in (("a", 0.1), ("b", 1e-3), ("c", 1e-3))}
+    described: tuple[str, ...] = ()
+    asked, quotas = [], []
+    for number in range(1, 10):
+        if number == 5:  # the second measurement was not in a busy second
+            reports["a"], described = report("a", 1e-3), ("a",)
+        clients = ConnectedClients(reports=reports, described=described, disconnected=())
+        planned = planner.plan(clients, round_number=number, counted={}, turn_seconds=0.0)
+        quotas.append(planned.plans["a"].quota)
+        described = ()
+        if planner.to_measure(planned, round_number=number):
+            asked.append(number)
+    assert asked == [2, 4]
+    assert quotas[3] < quotas[4]
+    assert abs(quotas[4] - planned.plans["b"].quota) <= 1
