@@ -94,6 +94,7 @@ def sum_gradients(
     is_exact = algorithm is None and not plan.takes_local_steps
     same = [*image.constants(), *(image.trained if is_exact else ())]
     constants = [(name, tensor, tensor._version) for name, tensor in same]
+    places = image.places()
     work, before_L = LocalWork(plan, window, context, spool), image.local_L.clone()
     try:
         if algorithm is not None:
@@ -117,6 +118,7 @@ def sum_gradients(
     for name, tensor, version in constants:
         if tensor._version != version or now.get(name) is not tensor:
             raise changed(tensor, name)
+    image.check_places(places)  # local steps are taken back
     image.check_still_frozen()
     return LocalSum(
         values_P=context.accumulator.values_P,

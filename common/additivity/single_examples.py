@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwater.common.additivity.example_cache import ExampleCache
@@ -22,7 +23,8 @@ from headwater.common.additivity.trial_state import (
 from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
 from headwater.common.errors import HeadwaterError, TaskError, TaskNotAdditive
 from headwater.common.model.chunked_cross_entropy import adding_in_place
-from headwater.common.model.layout import changed, named_tensors, unfrozen
+from headwater.common.model.layout import changed, moved, named_tensors, unfrozen
+from headwater.common.model.vectors import bit_sum
 from headwater.common.task import (
     Examples,
     LossOf,
@@ -214,6 +216,7 @@ class SingleExamples:
 
     def _sums(self, batch: Any, compute: LossOf) -> tuple[Tensor, Sums]:
         before = [(name, tensor, tensor._version) for name, tensor in named_tensors(self.model)]
+        places = [(name, one, *_place(one)) for name, one, _ in before if one.requires_grad]
         frozen = [(name, tensor) for name, tensor, _ in before if not tensor.requires_grad]
         gradients = self._gradient_versions()
         loss, weight, metrics = compute(self.task, self.model, batch)
@@ -227,6 +230,9 @@ class SingleExamples:
         for name, tensor, version in before:
             if now.get(name) is not tensor or tensor._version != version:
                 raise changed(tensor, name, "a forward pass in training")
+        for name, tensor, *place in places:
+            if [*_place(tensor)] != place:
+                raise moved(f"the parameter {name}", "a forward pass in training")
         for name, tensor in frozen:
             if tensor.requires_grad:
                 raise unfrozen(name)
@@ -238,3 +244,9 @@ class SingleExamples:
                     remedy="return sums of finite numbers as metrics",
                 )
         return loss, sums
+
+
+def _place(parameter: Tensor) -> tuple[int, int]:
+    """Return where a parameter lies, and a sum over its bits."""
+    bits = bit_sum(parameter) if parameter.dtype is torch.float32 else 0
+    return parameter.data_ptr(), bits

@@ -241,6 +241,15 @@ def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:
     )
 
 
+def moved(name: str, by: str = "training") -> BuffersChanged:
+    """Return the error for a parameter whose values ``by`` changed through ``.data``."""
+    return BuffersChanged(
+        f"{by} changed {name} through .data: the server's values no longer reach it",
+        remedy="leave .data alone: compute the weight that a layer uses in forward, as in "
+        "functional.linear(x, torch.renorm(self.weight, 2, 0, 1.0)), or register a parametrization",
+    )
+
+
 def unfrozen(name: str) -> TaskError:
     """Return the error for a pass that turned ``requires_grad`` on for a frozen parameter."""
     return TaskError(

@@ -11,15 +11,17 @@ The layout's digest covers them, as both sides must leave out the same ones.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from headwater.common.errors import ModelMismatch
+from headwater.common.errors import ModelMismatch, TaskError
 from headwater.common.model import frozen_part
 from headwater.common.model.batch_norm import (
     GroupNormArguments,
@@ -29,14 +31,17 @@ from headwater.common.model.batch_norm import (
 )
 from headwater.common.model.bfloat16_weights import store_in_bfloat16
 from headwater.common.model.frozen_part import Fingerprint
-from headwater.common.model.layout import changed, layout_of, named_tensors, unfrozen
+from headwater.common.model.layout import changed, layout_of, moved, named_tensors, unfrozen
 from headwater.common.model.local_parameters import local_names
 from headwater.common.model.tensor_file import tensors_of, without_wrappers
+from headwater.common.model.vectors import bit_sum
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Task, built_model
 
 # While a model moves into its image, the memory that it leaves is released after so many bytes.
 RELEASED_BYTES = 16 << 20
+# The parameters of images, by their ids: a module is one image's alone.
+_HELD: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 # torch's generator is the whole process's: a server and clients may begin in threads of one.
 _BUILDING = threading.RLock()
@@ -157,6 +162,36 @@ class ModelImage:
         frozen = [(name, one) for name, one in self._frozen if isinstance(one, nn.Parameter)]
         return frozen + self.buffers()
 
+    def places(self) -> tuple[list[int], int]:
+        """Return where the trained parameters lie, and a sum over the bits of the shared ones."""
+        return [tensor.data_ptr() for _, tensor in self.trained], bit_sum(self.values_P)
+
+    def check_places(self, before: tuple[list[int], int], by: str = "training") -> None:
+        """Check that the parameters lie where they lay, and hold the same values.
+
+        Raises:
+            BuffersChanged: they do not; names the first that lies elsewhere.
+        """
+        addresses, bits = before
+        for (name, tensor), address in zip(self.trained, addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise moved(f"the parameter {name}", by)
+        if bit_sum(self.values_P) != bits:
+            raise moved("a parameter", by)
+
+    def take_back(self) -> None:
+        """Copy the values of parameters that lie elsewhere to their places, and put them there.
+
+        An optimizer of the user's may assign ``p.data``.
+        """
+        slots = {slot.name: slot for slot in self.layout.trainable}
+        for name, tensor in self.trained:
+            if name in slots:
+                view = slots[name].view_of(self.bytes_U8)
+                if tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride():
+                    view.copy_(tensor.detach())
+                    tensor.data = view
+
     def check_still_frozen(self) -> None:
         """Check that no pass has turned ``requires_grad`` on for a frozen parameter.
 
@@ -228,13 +263,37 @@ def build_model(
     with _BUILDING:
         torch.manual_seed(seed)
         build = partial(built_model, task)
-        model = build() if within is None else within(build)
+        model = _own(build() if within is None else within(build))
     replaced = replace_batch_norm_by_group_norm(model) if batch_norm == "group" else None
     if batch_norm == "frozen":
         freeze_statistics(model)
     if frozen_dtype is not None:
         store_in_bfloat16(model)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
+
+
+def _own(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy if an image holds a parameter of it already.
+
+    A task may return a module that it made once, so that server and clients of one process would
+    share it: each would move its parameters out of the other's memory.
+
+    Raises:
+        TaskError: it cannot be copied.
+    """
+    parameters = [*model.parameters()]
+    if any(_HELD.get(id(one)) is one for one in parameters):
+        try:
+            model = copy.deepcopy(model)
+        except Exception as error:
+            raise TaskError(
+                "new_model returned a module that it had returned before, and it cannot be copied: "
+                f"{type(error).__name__}: {error}",
+                remedy="build the module in new_model, each time anew",
+            ) from error
+        parameters = [*model.parameters()]
+    _HELD.update((id(one), one) for one in parameters)
+    return model
 
 
 def state_dict(image: ModelImage) -> dict[str, Tensor]:

@@ -38,3 +38,11 @@ def zero_tensors(
     """
     known = [at for at in among if at < len(spans)]
     return tuple(at for at in known if not values_P[slice(*spans[at])].any())
+
+
+def bit_sum(values: Tensor) -> int:
+    """Return a sum over the bits of float32 values in one memory: another one after any change.
+
+    Torch counts changes in a tensor's version, but not those through ``.data``.
+    """
+    return int(values.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64))

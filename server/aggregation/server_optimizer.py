@@ -82,6 +82,7 @@ class ServerOptimizer:
         log.info("%s keeps %.1f MiB of state", optimizer.kind, num_bytes / 2**20)
         self._is_users = ":" in optimizer.kind
         self._kind, self._chosen = kind, (optimizer, schedule)
+        self._image = image
         self._parameters, self._spans = image.trainable(), image.layout.spans
         if not isinstance(kind, type):  # a rule takes the whole vector
             self._parameters = [torch.nn.Parameter(image.values_P)]
@@ -140,6 +141,7 @@ class ServerOptimizer:
             used = self.learning_rate
             with self._running():
                 self._optimizer.step()
+        self._image.take_back()
         self._optimizer.zero_grad(set_to_none=True)
         self._copy_kept(mean_P)
         if self._scheduler is not None:

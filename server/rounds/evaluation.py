@@ -147,8 +147,10 @@ def on_server(
     """
     if examples is None:
         return EvaluatedRound()
+    places = image.places()
     with running("the evaluation on test_examples"):
         total = evaluate_sums(task, image.model, examples, MICRO_BATCH_SIZE)
+    image.check_places(places, "the evaluation on test_examples")
     if len(total.faults) not in (0, num_known):
         log.warning(
             "%d of %s cannot be evaluated and are left out: %s",

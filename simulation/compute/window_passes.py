@@ -93,12 +93,13 @@ class WindowPasses:
         image.model.train()
         same = [*image.constants(), *image.trained]
         constants = [(tensor, tensor._version) for _, tensor in same]
-        state = generator.get_state()
+        state, places = generator.get_state(), image.places()
         windows = self._windows(planned, positions, accumulators)
         if not self._draws and not torch.equal(state, generator.get_state()):
             self._draws = True
             windows = self._windows(planned, positions, accumulators)
         now = {id(tensor) for _, tensor in (*image.constants(), *image.trained)}
+        image.check_places(places)
         image.check_still_frozen()
         if any(id(one) not in now or one._version != version for one, version in constants):
             windows = [None] * len(windows)
