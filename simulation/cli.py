@@ -247,7 +247,7 @@ def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
 
     fleet = settings.simulation.fleet
     where = counted(settings.simulation.clients, "simulated device")
-    print_settings(settings, where=where if fleet is None else f"{where} of {fleet.name}")
+    print_settings(settings, where=where if fleet is None else f"{where}, fleet {fleet.name}")
     if settings.partition.kind != "task" or settings.simulation.data is not None:
         from headwater.simulation.reports.partition_table import announce_partition
 

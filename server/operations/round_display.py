@@ -6,7 +6,7 @@ simulation of thousands of rounds a second does not wait for its own display.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from rich.filesize import decimal
@@ -31,6 +31,7 @@ SHOWN_WAIT_SECONDS = 1.0
 MAX_NAMES = 5
 SPLITS = ("test_", "held_out_", "train_")
 NOT_METRICS = ("train_loss",)
+ON_TIME = ("quota", "finish")  # the reasons for which a device stops as planned
 
 
 class RoundDisplay(Observer):
@@ -248,11 +249,25 @@ def evaluation_figures(num_clients: int | None, num_missing: int, num_left_out: 
 
 
 def details(row: RoundRow) -> list[str]:
-    """Return the figures of a round that matter less: K, the noise scale and the bytes."""
+    """Return the figures of a round that matter less: K, early stops, noise scale and bytes."""
     low, high = row.k_range
     is_shown = row.target_by == "noise scale" and row.noise_scale is not None
     return [
         f"K {low}" if low == high else f"K {low} to {high}",
+        stops(row),
         f"noise scale {row.noise_scale:,.0f}" if is_shown else "",
         f"up {decimal(row.bytes_up)}, down {decimal(row.bytes_down)}",
     ]
+
+
+def stops(row: RoundRow) -> str:
+    """Return how many devices stopped before their plan's end, and why; nothing if none did.
+
+    Of a masked or private round only the devices know.
+    """
+    early = Counter(reason for reason in row.stop_reasons if reason not in ON_TIME)
+    if not early:
+        return ""
+    why = ", ".join(f"{reason} {number}" for reason, number in early.most_common())
+    only = next(iter(early)) if len(early) == 1 else why
+    return f"{counted(early.total(), 'device')} stopped early: {only}"

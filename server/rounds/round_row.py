@@ -167,6 +167,11 @@ class RoundRow:
         return slowest.name, slowest.seconds
 
     @property
+    def stop_reasons(self) -> list[str]:
+        """Why each client's window ended; none of a masked round."""
+        return [one.reason for one in self._parts]
+
+    @property
     def _parts(self) -> Sequence[ClientRow | ReportFields]:
         return self.clients.reports if isinstance(self.clients, ClientRows) else self.clients
 

@@ -60,7 +60,7 @@ class FleetRoster(Mapping[str, DeviceReport]):
         self._request = request
         self._first_round = self._first_round or round_number
         population = range(self._devices.num_devices)
-        if self._settings.simulation.fleet is None:
+        if self._devices.fleet.fleet_file is None:
             self._connected = population
         else:
             self._keys, self._names = KeysView(self), None

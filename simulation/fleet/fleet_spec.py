@@ -22,12 +22,15 @@ from headwater.simulation.fleet.faults import (
     read_faults,
 )
 from headwater.simulation.fleet.profiles import (
+    EQUAL_DEVICE,
     SimulatedDevice,
     draw_device,
     read_fleet,
     read_fleet_file,
 )
 
+EQUAL = Path("equal")
+"""The word for a fleet of equal devices, in place of a file."""
 COUNT = "leave --clients out, or change the fleet's file or the data"
 ONE_PATH = (
     "give each device a path of its own with a pattern such as 'folder/*', in quotes; or split "
@@ -45,11 +48,15 @@ class FleetSpec:
     faults_file: Path | None
     dropout: float
     """The probability that an invited device vanishes in a round."""
+    is_equal: bool = False
+    """Whether all devices are ``EQUAL_DEVICE``; there is no fleet file then."""
     is_masked: bool
     """Whether updates are masked, so that a device may vanish in a phase of that protocol."""
 
     def device(self, part: int) -> SimulatedDevice:
         """Return the device of this number: from the fleet's file if there is one, else drawn."""
+        if self.is_equal:
+            return EQUAL_DEVICE
         if self.fleet_file is None:
             return draw_device(self.seed, part)
         return read_fleet(self.fleet_file)[part]
@@ -68,10 +75,12 @@ class FleetSpec:
 def fleet_spec(settings: Settings) -> FleetSpec:
     """Return the fleet of settings that ``with_fleet`` has returned."""
     chosen = settings.simulation
+    is_equal = _is_equal(settings)
     return FleetSpec(
         seed=settings.seed,
         num_devices=chosen.clients,
-        fleet_file=chosen.fleet,
+        fleet_file=None if is_equal else chosen.fleet,
+        is_equal=is_equal,
         faults_file=chosen.faults,
         dropout=chosen.dropout,
         is_masked=settings.secure.aggregation != "off",
@@ -89,7 +98,7 @@ def with_fleet(settings: Settings) -> Settings:
             fault affects no device, or the engine cannot simulate a file's content.
     """
     chosen = settings.simulation
-    if chosen.fleet is not None:
+    if chosen.fleet is not None and not _is_equal(settings):
         path = existing_or_bundled(chosen.fleet)
         fleet = read_fleet_file(path)
         if not all(device.availability.is_always for device in fleet.devices):
@@ -112,6 +121,10 @@ def with_fleet(settings: Settings) -> Settings:
         raise too_few_simulated(settings)
     _check_faults(settings)
     return settings
+
+
+def _is_equal(settings: Settings) -> bool:
+    return settings.simulation.fleet == EQUAL and not EQUAL.is_file()
 
 
 def too_few_simulated(settings: Settings) -> SettingsError:

@@ -62,6 +62,8 @@ PROFILES = (
     SimulatedDevice(profile="pi-zero2-512mb", cores=4, relative_speed=0.06, memory_bytes=360 * MIB,
                     upload_bytes_per_second=0.6e6),
 )  # fmt: skip
+EQUAL_DEVICE = replace(PROFILES[0], on_battery=0.0)
+"""Each device of the fleet ``equal``: a laptop that is always plugged in."""
 PROFILE_SHARES = (0.30, 0.20, 0.20, 0.20, 0.10)  # of a drawn fleet
 
 

@@ -132,6 +132,18 @@ def test_the_round_line_shows_a_noise_scale_that_is_followed() -> None:
     assert "noise" not in shown.round_line(row(1, "pi", target_by="examples", **known))
 
 
+def test_the_round_line_says_how_many_devices_stopped_early_and_why() -> None:
+    shown = display()
+    shown.begun(1, {})
+    reasons = ["on battery", "quota", "on battery", "finish"]
+    clients = [client(f"pi{at}", reason=reason) for at, reason in enumerate(reasons)]
+    text = shown.round_line(row(1, clients=clients))
+    assert "2 devices stopped early: on battery" in text
+    assert "stopped early" not in shown.round_line(row(1, clients=clients[1::2]))
+    some = [*clients, client("hot", reason="hot")]
+    assert "3 devices stopped early: on battery 2, hot 1" in shown.round_line(row(1, clients=some))
+
+
 def test_names_of_a_hostile_device_are_shown_as_they_are() -> None:
     shown = display()
     shown.begun(1, {})
