@@ -204,12 +204,14 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     """
     from contextlib import ExitStack
 
+    from headwater.client.algorithms.lookup import warn_of_untried
     from headwater.client.device.worker_processes import workers_of_a_fork_server
     from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
 
+    warn_of_untried(settings)
     connection: Connection | None = None
     chosen: Settings | None = settings
     changes, seconds = TaskChanges(), 0.0

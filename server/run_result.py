@@ -12,7 +12,7 @@ from headwater.common.errors import LocalParametersMissing, SettingsError
 from headwater.common.settings.keywords import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.curves import curves
-from headwater.server.operations.round_log import read_rows, row_to_dict
+from headwater.server.operations.round_log import read_rows, row_of_dict, row_to_dict
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow
 
@@ -29,8 +29,7 @@ class Run:
     shared_model: nn.Module = field(repr=False)
     """As ``model``, but the parameters that stayed on the clients, if any, are untrained."""
     history: list[RoundRow]
-    """The rounds of this call, each with the figures of each client. A resumed run's earlier rounds
-    are in the file rounds.jsonl of its folder."""
+    """The rounds, each with the figures of each client; of a resumed run those before, too."""
 
     @property
     def model(self) -> nn.Module:
@@ -103,6 +102,8 @@ class RunRecorder(Observer):
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         self._settings, self._model = settings, model
+        before = [] if settings.out is None or not round_number else read_rows(settings.out)
+        self._rows = [row_of_dict(row) for row in before if row["round"] <= round_number]
 
     def on_round(self, row: RoundRow) -> None:
         self._rows.append(row)

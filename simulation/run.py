@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from headwater.client.algorithms.lookup import warn_of_untried
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
@@ -49,6 +50,7 @@ def run_engine(
         HeadwaterError: see ``headwater.common.errors``.
     """
     torch.set_num_threads(settings.threads or 1)
+    warn_of_untried(settings)
     run_rounds = partial(_run, settings, on_round=on_round, resume=resume, has_report=has_report)
     if settings.server.page is not None and settings.simulation.engine != "grpc":
         # The server of the engine grpc opens the page itself: it knows the devices' connections.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import cast
 
 from headwater.client.local_training.local_work import ClientAlgorithm
@@ -10,7 +11,9 @@ from headwater.common.errors import AlgorithmMismatch, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed
 from headwater.common.run_scope import cached_in_scope
-from headwater.common.settings.schema import AlgorithmSettings
+from headwater.common.settings.schema import AlgorithmSettings, Settings
+
+log = logging.getLogger(__name__)
 
 
 def algorithm_of(chosen: AlgorithmSettings) -> ClientAlgorithm | None:
@@ -20,6 +23,19 @@ def algorithm_of(chosen: AlgorithmSettings) -> ClientAlgorithm | None:
         SettingsError: it cannot be found or constructed, or has no method ``train``.
     """
     return None if chosen.name is None else _made(chosen.name, json.dumps(chosen.arguments))
+
+
+def warn_of_untried(settings: Settings) -> None:
+    """Log that the run's client algorithm is not tried, if it is the user's and the check is off.
+
+    The trial finds an object that keeps something from one call to the next.
+    """
+    if settings.algorithm.name is not None and not settings.check_task:
+        log.warning(
+            "--no-check: the client algorithm %s is not tried. What it keeps in its object is lost "
+            "when a run is resumed, and each process of a run (--workers, devices) has its own",
+            settings.algorithm.name,
+        )
 
 
 def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> ClientAlgorithm | None:

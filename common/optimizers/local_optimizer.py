@@ -16,6 +16,7 @@ from torch import nn
 from headwater.common.errors import SettingsError
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.optimizers.named_optimizer import (
+    NOT_ON_SUMS,
     check_steps_on_sums,
     instance_of,
     named_class,
@@ -35,7 +36,7 @@ def local_optimizer(
         SettingsError: torch has no such optimizer, or it does not take these arguments.
     """
     with without_dynamo():
-        kind = named_class(torch.optim, terms.optimizer, torch.optim.Optimizer)
+        kind = named_class(torch.optim, terms.optimizer, torch.optim.Optimizer, but=NOT_ON_SUMS)
         check_steps_on_sums(kind)
         if "lr" in terms.arguments:
             raise SettingsError(

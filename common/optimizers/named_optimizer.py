@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ import torch
 from headwater.common.errors import SettingsError
 from headwater.common.named_objects import check_arguments
 
+NOT_ON_SUMS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
-def named_class(module: Any, name: str, base: type) -> type[Any]:
+
+def named_class(module: Any, name: str, base: type, *, but: Collection[type] = ()) -> type[Any]:
     """Return a class of a torch module by its name, ignoring case.
+
+    An error does not offer the classes ``but``, which the caller refuses.
 
     Raises:
         SettingsError: the module has no such class that inherits from ``base``.
@@ -20,11 +25,17 @@ def named_class(module: Any, name: str, base: type) -> type[Any]:
     classes = {
         key.lower(): value
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and value is not base
+        and not key.startswith("_")
     }
     if name.lower() not in classes:
+        offered = sorted(kind.__name__ for kind in classes.values() if kind not in but)
+        near = get_close_matches(name, offered, n=1)
+        question = f"; did you mean {near[0]}?" if near else ""
         raise SettingsError(
-            f"{module.__name__} has no {name!r}", remedy=f"one of: {', '.join(sorted(classes))}"
+            f"{module.__name__} has no {name!r}{question}", remedy=f"one of: {', '.join(offered)}"
         )
     return classes[name.lower()]
 
@@ -41,7 +52,7 @@ def instance_of(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> An
     except Exception as error:
         raise SettingsError(
             f"{kind.__name__}: {str(error) or type(error).__name__}",
-            remedy="see its page in torch's docs",
+            remedy=_remedy(kind, str(error)),
         ) from error
 
 
@@ -58,7 +69,18 @@ def check_steps_on_sums(kind: object) -> None:
     Raises:
         SettingsError: it needs a closure, or sparse gradients.
     """
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS | torch.optim.SparseAdam):
+    if isinstance(kind, type) and issubclass(kind, NOT_ON_SUMS):
         raise SettingsError(
             f"{kind.__name__} cannot step on a sum of gradients", remedy="choose sgd, adam or adamw"
         )
+
+
+def _remedy(kind: type[Any], error: str) -> str:
+    if not kind.__module__.startswith("torch."):
+        return "correct the class, or its arguments"
+    if "2D" in error:  # Muon
+        return (
+            "the model has biases or other tensors that are no matrices: choose adamw, or write an "
+            "optimizer that steps each kind in its way (docs/extend.md)"
+        )
+    return "see its page in torch's docs for its arguments"

@@ -178,5 +178,10 @@ def to_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+def keyword_of(flag: str) -> str:
+    """Return the keyword of a flag: ``learning_rate`` of ``--learning-rate``."""
+    return flag.removeprefix("--").partition("/")[0].replace("-", "_")
+
+
 if __name__ == "__main__":
     print(to_markdown(), end="")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from headwater.common.settings.introspection import all_settings, branches
+from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
-from headwater.common.settings.suggestions import keyword_hint, keyword_of
+from headwater.common.settings.suggestions import keyword_hint
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -55,8 +55,8 @@ class SimulationSettings(Branch):
     )
     fleet: Annotated[Path, Unit("FLEET.toml")] | None = setting(
         None,
-        "file of the devices' speed, memory, link and availability (docs/fleet.md), or 'equal': the "
-        "same laptop for each, always plugged in; not set: drawn by the seed, of five profiles",
+        "file of the devices' speed, memory, link and availability (docs/fleet.md), or 'equal': "
+        "the same laptop for each, always plugged in; not set: drawn by the seed, of five profiles",
         short=True,
     )
     dropout: Probability = setting(

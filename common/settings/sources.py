@@ -18,11 +18,20 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.introspection import all_settings, branches
+from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings, flattened
 from headwater.common.task_spec import name_of
 
 COMMAND_LINE = "the command line"
+PYTHON = "headwater."
+"""Begins the name of a source that is a function of the Python API."""
+KEYWORDS_OF_OBJECTS = {
+    "task": "task",
+    "optimizer.name": "optimizer",
+    "algorithm.name": "client_algorithm",
+    "track": "observer",
+}
+"""The keywords of the Python API that take an object, by the settings that name one."""
 MAX_SHOWN = 10
 # What `headwater-simulate` runs without --task.
 DEFAULT_TASK = "headwater.examples.digits:Digits"
@@ -236,6 +245,8 @@ def _problem(key: str, details: ErrorDetails, source: str) -> tuple[str, str]:
     if key in REMOVED:
         return f"{source}: {key} was removed", REMOVED[key][1]
     if details["type"] == "extra_forbidden":
+        if source.startswith(PYTHON) and key in ("observer", *KEYWORDS_OF_OBJECTS.values()):
+            return f"{source}: {key} is a keyword, not a setting", f"pass it as {key}=..."
         nearest = _nearest(key)
         question = f"; did you mean {nearest}?" if nearest else ""
         return (
@@ -248,11 +259,24 @@ def _problem(key: str, details: ErrorDetails, source: str) -> tuple[str, str]:
     if details["type"] == "value_error":
         wrong = details["msg"].removeprefix("Value error, ")
     name = key if setting is None or setting.key != key else setting.name
-    where = "see --help-all" if source == COMMAND_LINE else f"in {source}; see docs/settings.md"
     return (
         f"{source}: {name}: {wrong}, found {details['input']!r:.200}",
-        f"give it such a value: {where}",
+        _how_to_give(key, details["input"], source),
     )
+
+
+def _how_to_give(key: str, value: object, source: str) -> str:
+    """Return where a value goes; some keywords of the Python API take objects, a setting none."""
+    if source == COMMAND_LINE:
+        return "give it such a value: see --help-all"
+    is_call = source.startswith(PYTHON)
+    keyword = KEYWORDS_OF_OBJECTS.get(key)
+    if is_call and keyword is not None and not isinstance(value, str | int | float):
+        return f"an object is passed by the keyword {keyword}=..., not in settings={{...}}"
+    setting = all_settings().get(key)
+    if is_call and setting is not None and setting.flag is not None:
+        return f"give it such a value: {keyword_of(setting.flag)}=... in {source}"
+    return f"give it such a value: in {source}; see docs/settings.md"
 
 
 def _nearest(key: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from headwater.common.settings.introspection import all_settings
+from headwater.common.settings.introspection import all_settings, keyword_of
 from headwater.common.settings.sources import replacement_of
 
 MAIN_COMMANDS = ("server", "client", "simulate")
@@ -76,8 +76,3 @@ def keyword_hint(word: str, names: list[str], command: str) -> str:
             return f"; set it by its key: settings={{{setting.key!r}: ...}}"
     near = get_close_matches(word, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def keyword_of(flag: str) -> str:
-    """Return the keyword of a flag: ``learning_rate`` of ``--learning-rate``."""
-    return flag.removeprefix("--").partition("/")[0].replace("-", "_")

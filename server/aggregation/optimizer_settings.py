@@ -15,6 +15,7 @@ from torch import Tensor
 from headwater.common.errors import SettingsError
 from headwater.common.named_objects import find_named
 from headwater.common.optimizers.named_optimizer import (
+    NOT_ON_SUMS,
     check_steps_on_sums,
     instance_of,
     named_class,
@@ -25,26 +26,41 @@ from headwater.common.user_code import described
 from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+schedules = torch.optim.lr_scheduler
+OF_OBJECTS: dict[type, str] = {
+    schedules.LambdaLR: "a function",
+    schedules.MultiplicativeLR: "a function",
+    schedules.ChainedScheduler: "schedules",
+    schedules.SequentialLR: "schedules",
+}
+"""The schedules that no settings file can name, and what they take."""
+REFUSED_SCHEDULES = (*OF_OBJECTS, schedules.ReduceLROnPlateau)
 Kind = type[torch.optim.Optimizer] | ServerRule
 
 
 def try_out(
-    kind: Kind, optimizer: settings.OptimizerSettings, schedule: settings.ScheduleSettings
+    kind: Kind,
+    optimizer: settings.OptimizerSettings,
+    schedule: settings.ScheduleSettings,
+    *,
+    num_parameters: int,
 ) -> float:
     """Take two steps on a parameter made for it; return the bytes of state per parameter.
 
-    Some classes refuse their arguments only in a step; the run should not begin then.
+    Some classes refuse their arguments only in a step; the run should not begin then. A server rule
+    is tried on a vector [P] of the model's size, an optimizer on a small matrix.
 
     Raises:
         SettingsError: the optimizer or the schedule cannot be created, cannot step, or keeps what
             no checkpoint can hold.
     """
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    shape = (2, 2) if isinstance(kind, type) else (num_parameters,)
+    parameter = torch.nn.Parameter(torch.zeros(shape))
     made = new_optimizer(kind, [parameter], optimizer)
     scheduler = new_scheduler(made, schedule)
     try:
         for _ in range(2):
-            parameter.grad = torch.zeros(2, 2)
+            parameter.grad = torch.zeros(shape)
             made.step()
             if scheduler is not None:
                 scheduler.step()
@@ -78,7 +94,7 @@ def kind_of(name: str) -> Kind:
         SettingsError: there is none, or it is neither.
     """
     if ":" not in name:
-        return named_class(torch.optim, name, torch.optim.Optimizer)
+        return named_class(torch.optim, name, torch.optim.Optimizer, but=NOT_ON_SUMS)
     found = find_named(name, what="optimizer")
     is_class = isinstance(found, type)
     if is_class and issubclass(found, torch.optim.Optimizer):
@@ -123,24 +139,23 @@ def new_scheduler(
     Raises:
         SettingsError: there is none of this name, or its arguments are wrong.
     """
-    schedulers = torch.optim.lr_scheduler
     parts: list[Scheduler] = []
     if chosen.warmup_rounds:
         parts.append(
-            schedulers.LinearLR(
+            schedules.LinearLR(
                 optimizer,
                 start_factor=1 / (chosen.warmup_rounds + 1),
                 total_iters=chosen.warmup_rounds,
             )
         )
     if chosen.name is not None:
-        kind = named_class(schedulers, chosen.name, Scheduler)
-        if kind in (schedulers.LambdaLR, schedulers.MultiplicativeLR):
+        kind = named_class(schedules, chosen.name, Scheduler, but=REFUSED_SCHEDULES)
+        if kind in OF_OBJECTS:
             raise SettingsError(
-                f"{kind.__name__} takes a function, which a settings file cannot hold",
+                f"{kind.__name__} takes {OF_OBJECTS[kind]}, which a settings file cannot hold",
                 remedy="choose CosineAnnealingLR, StepLR or another that takes numbers",
             )
-        if kind is schedulers.ReduceLROnPlateau:
+        if kind is schedules.ReduceLROnPlateau:
             raise SettingsError(
                 "ReduceLROnPlateau needs a metric at each step, and the server's schedule has none",
                 remedy="choose CosineAnnealingLR, StepLR or another that follows the rounds; "
@@ -149,7 +164,7 @@ def new_scheduler(
         parts.append(instance_of(kind, optimizer, chosen.arguments))
     if len(parts) < 2:
         return parts[0] if parts else None
-    return schedulers.SequentialLR(optimizer, parts, milestones=[chosen.warmup_rounds])
+    return schedules.SequentialLR(optimizer, parts, milestones=[chosen.warmup_rounds])
 
 
 def split_state(

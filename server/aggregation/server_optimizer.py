@@ -78,7 +78,8 @@ class ServerOptimizer:
         optimizer: settings.OptimizerSettings,
         schedule: settings.ScheduleSettings,
     ) -> None:
-        num_bytes = try_out(kind, optimizer, schedule) * image.layout.num_parameters
+        size = image.layout.num_parameters
+        num_bytes = size * try_out(kind, optimizer, schedule, num_parameters=size)
         log.info("%s keeps %.1f MiB of state", optimizer.kind, num_bytes / 2**20)
         self._is_users = ":" in optimizer.kind
         self._kind, self._chosen = kind, (optimizer, schedule)

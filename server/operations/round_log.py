@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,29 @@ def row_to_dict(row: RoundRow) -> dict[str, Any]:
         "clients": [_fields(client) for client in row.clients],
         "masked_clients": [_fields(client) for client in row.masked_clients],
     }
+
+
+def row_of_dict(fields: Mapping[str, Any]) -> RoundRow:
+    """Return a row from its line in rounds.jsonl; NaN where the line has null for a number.
+
+    Raises:
+        TypeError: a field is missing.
+    """
+
+    def known(kind: type[RoundRow | ClientRow | MaskedClientRow], given: Mapping[str, Any]) -> Any:
+        names = kind.__dataclass_fields__
+        return kind(**{name: value for name, value in given.items() if name in names})
+
+    changed = {
+        "loss": math.nan if fields["loss"] is None else fields["loss"],
+        "metrics": {
+            name: math.nan if value is None else value for name, value in fields["metrics"].items()
+        },
+        "clients": [known(ClientRow, client) for client in fields["clients"]],
+        "masked_clients": [known(MaskedClientRow, one) for one in fields.get("masked_clients", [])],
+    }
+    row: RoundRow = known(RoundRow, {**fields, **changed})
+    return row
 
 
 def _json(row: RoundRow) -> str:

@@ -119,6 +119,13 @@ def with_fleet(settings: Settings) -> Settings:
     num_clients = settings.simulation.clients
     if settings.num_clients_needed > num_clients:
         raise too_few_simulated(settings)
+    size = settings.cohort.size
+    if size is not None and size > num_clients:
+        raise SettingsError(
+            f"a cohort of {size} clients is set, and the simulator has {num_clients}",
+            remedy=f"raise --clients to {size}, or lower --cohort-size; without it a round invites "
+            "all",
+        )
     _check_faults(settings)
     return settings
 

@@ -177,7 +177,7 @@ def test_the_process_is_as_before_after_an_error() -> None:
     with pytest.raises(SettingsError) as caught:
         simulated(optimizer="sdg")
     assert state() == before
-    assert caught.value.__notes__[0].startswith("remedy: one of: adadelta")
+    assert caught.value.__notes__[0].startswith("remedy: one of: ASGD, Adadelta")
 
 
 def test_ctrl_c_returns_control_and_resume_reaches_the_same_model(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_ctrl_c_returns_control_and_resume_reaches_the_same_model(tmp_path: Path
         simulated(out=tmp_path / "a", observer=interrupt)
     assert state() == before
     rest = simulated(out=tmp_path / "a", resume=True)
-    assert [row.round for row in rest.history] == [3]
+    assert [row.round for row in rest.history] == [1, 2, 3]
     assert bytes_of(rest) == bytes_of(simulated())
 
 
@@ -233,6 +233,7 @@ def test_without_progress_nothing_is_printed(capsys: pytest.CaptureFixture[str])
         (Signs, {"clients": "many"}, r"headwater.simulate\(\): simulation.clients \(--clients\)"),
         (Signs, {"settings": {"local.stepz": 2}}, "did you mean local.steps"),
         (Signs, {"settings": {"local": {"steps": 0}}}, "at least 1"),
+        (Signs, {"cohort_size": 4}, "a cohort of 4 clients is set, and the simulator has 3"),
         (Signs, {"settings": "absent.toml"}, "cannot read the settings file absent.toml"),
         (Signs, {"engine": "grpc"}, "the task is a Python object, and engine='grpc'"),
         (Signs, {"engine": "flower-ray"}, "the task is a Python object, and engine='flower-ray'"),
@@ -245,6 +246,31 @@ def test_without_progress_nothing_is_printed(capsys: pytest.CaptureFixture[str])
 def test_what_is_wrong_is_named(task: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         simulated(task, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"local_parameters": 5}, "local_parameters=... in headwater.simulate()"),
+        ({"settings": {"algorithm.name": Signs}}, "by the keyword client_algorithm=..."),
+        ({"settings": {"optimizer.name": torch.optim.SGD}}, "by the keyword optimizer=..."),
+        ({"settings": {"track": print}}, "by the keyword observer=..."),
+        ({"settings": {"observer": print}}, "pass it as observer=..."),
+        ({"settings": {"cohort.size": "many"}}, "cohort_size=... in headwater.simulate()"),
+    ],
+)
+def test_the_remedy_of_a_wrong_value_names_the_keyword(given: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        simulated(**given)
+    assert remedy in caught.value.remedy
+
+
+def test_the_history_of_a_resumed_run_has_the_figures_of_its_first_rounds(tmp_path: Path) -> None:
+    whole = simulated(out=tmp_path / "run")
+    rest = simulated(out=tmp_path / "run", resume=True, rounds=4)
+    assert [row.figures() for row in rest.history[:3]] == [row.figures() for row in whole.history]
+    assert rest.history[0].clients[0].name == whole.history[0].clients[0].name
+    assert rest.history[0].slowest == whole.history[0].slowest
 
 
 @pytest.mark.parametrize(

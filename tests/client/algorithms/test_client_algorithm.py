@@ -304,12 +304,15 @@ def test_masked_and_plain_rounds_have_the_same_trial(masked: Any) -> None:
 
 
 @pytest.mark.parametrize("masked", ["off", "semi-honest"])
-def test_without_the_check_there_is_no_trial(masked: Any) -> None:
+def test_without_the_check_there_is_no_trial_and_a_line_that_says_so(
+    masked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     given: dict[str, Any] = {**SMALL, "settings": {"check_task": False}}
     run = headwater.simulate(
         Signs, client_algorithm=Remembering, secure_aggregation=masked, **given
     )
     assert len(run.history) == SMALL["rounds"]
+    assert "Remembering is not tried. What it keeps in its object is lost" in caplog.text
 
 
 @pytest.mark.parametrize("is_checked", [True, False])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.run_scope import run_scope
 from headwater.common.settings import schema as settings
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from tests.tasks import TwoLayers
@@ -185,6 +186,32 @@ def test_an_impossible_schedule_is_a_settings_error_before_the_first_round(
 ) -> None:
     with pytest.raises(SettingsError, match=match):
         server(build_model(TwoLayers(), seed=0), SGD, schedule)
+
+
+def test_the_schedules_that_are_offered_are_those_that_can_be_named() -> None:
+    with pytest.raises(SettingsError) as caught:
+        server(build_model(TwoLayers(), seed=0), SGD, {"name": "cosine"})
+    offered = caught.value.remedy.removeprefix("one of: ").split(", ")
+    assert {"CosineAnnealingLR", "StepLR"} <= {*offered}
+    for name in offered:  # whatever its arguments may lack, no such name is refused
+        with pytest.raises(SettingsError, match="no argument x"):
+            server(build_model(TwoLayers(), seed=0), SGD, {"name": name, "arguments": {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("muon", "tensors that are no matrices"), ("own", "correct the class")]
+)
+def test_an_optimizer_that_cannot_be_made_has_a_remedy_of_its_own(kind: str, remedy: str) -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            raise ValueError("not these")
+
+    name = "python:own" if kind == "own" else kind
+    if kind == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    with run_scope({"python:own": Own}), pytest.raises(SettingsError) as caught:
+        server(build_model(TwoLayers(), seed=0), {"name": name, "learning_rate": 0.1})
+    assert remedy in caught.value.remedy
 
 
 def test_a_schedule_that_ends_before_the_run_is_a_settings_error_that_names_it() -> None:

@@ -50,6 +50,14 @@ def test_a_rule_moves_the_model_by_minus_the_rate_times_its_step() -> None:
     torch.testing.assert_close(image.values_P, expected_P, rtol=0, atol=1e-6)
 
 
+def test_a_rule_that_knows_the_model_s_layout_is_tried_on_a_vector_of_its_size() -> None:
+    def by_layer(mean_P: Tensor, state: dict[str, Any]) -> Tensor:
+        first, second = mean_P.split([16, 10])
+        return torch.cat([first.view(4, 4).flatten(), 2 * second])
+
+    optimizer_of(by_layer).step(means(1)[0])
+
+
 def test_the_mean_itself_as_a_step_is_sgd_to_the_bit() -> None:
     def mean(mean_P: Tensor, state: dict[str, Any]) -> Tensor:
         return mean_P

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import headwater
@@ -37,6 +39,6 @@ def test_equal_devices_differ_in_nothing_and_are_never_on_battery() -> None:
 
 
 def test_fedavg_on_equal_devices_passes_over_all_examples_in_each_round() -> None:
-    given = {"algorithm": "fedavg", "local_epochs": 2, "clients": 8, "rounds": 3, "fleet": "equal"}
-    run = headwater.simulate(SIGNS, progress=False, **given)
+    given: dict[str, Any] = {"algorithm": "fedavg", "local_epochs": 2}
+    run = headwater.simulate(SIGNS, clients=8, rounds=3, fleet="equal", progress=False, **given)
     assert [row.num_examples for row in run.history] == [2 * 8 * 40] * 3
