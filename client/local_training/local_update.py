@@ -30,6 +30,7 @@ from headwater.common.errors import EmptyUpdate, NonFiniteUpdate, NothingWeighed
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import changed
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.optimizers.local_optimizer import path_length
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.task import max_weight_per_example
 from headwater.common.user_code import running
@@ -101,6 +102,9 @@ def sum_gradients(
             name = f"the client algorithm {type(algorithm).__name__}"
             with running(name):
                 carry_out(algorithm, work, name=name)
+            if plan.local is not None and plan.local.is_normalized and work.num_taken:
+                length = path_length(plan.local, work.num_taken, rate=work.learning_rate)
+                context.accumulator.values_P.div_(length)
         elif plan.takes_local_steps:
             carry_out(LocalSteps(plan.local or LocalTerms(), context), work, name="local training")
         else:

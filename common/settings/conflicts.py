@@ -210,6 +210,7 @@ def _of_local(
             "local steps is none",
             remedy="leave out --batch-scaling or the local steps",
         )
+    given = [flag for flag in given if flag != "--step-correction"]  # it corrects their number
     if algorithm.name is not None and (given or local.algorithm != "exact"):
         first = given[0] if given else "--algorithm"
         yield SettingsError(

@@ -71,11 +71,14 @@ def plans_of(
 def algorithm_of(settings: Settings) -> tuple[LocalTerms | None, str | None]:
     """Return the terms of the local steps and the client algorithm, as plans state them.
 
-    An algorithm of the user's takes the steps itself: then there are no terms.
+    An algorithm of the user's takes the steps itself: then the terms have the correction alone, by
+    the number of steps, and without it there are none.
     """
     label = settings.algorithm.label
-    is_built_in = settings.local.is_on and settings.algorithm.name is None
-    return settings.local.terms(settings.plan) if is_built_in else None, label
+    terms = settings.local.terms(settings.plan) if settings.local.is_on else None
+    if settings.algorithm.name is not None and terms is not None:
+        terms = LocalTerms(is_normalized=True) if terms.is_normalized else None
+    return terms, label
 
 
 def _local_steps(assignment: Assignment, local: LocalRound | None) -> int:

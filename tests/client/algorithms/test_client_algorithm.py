@@ -194,6 +194,33 @@ def test_arguments_come_from_the_settings() -> None:
     assert torch.equal(updated(made).values_P, updated(ClippedUpdate(0.5)).values_P)
 
 
+@pytest.mark.parametrize("masked", ["off", "semi-honest"])
+def test_own_steps_of_unlike_numbers_are_corrected_as_the_built_in_ones_are(masked: Any) -> None:
+    given: dict[str, Any] = {
+        "clients": 6,
+        "rounds": 3,
+        "local_steps": 5,
+        "local_learning_rate": 0.3,
+        "optimizer": "sgd",
+        "learning_rate": 1.0,
+        "secure_aggregation": masked,
+        "settings": {"local.batch_size": 4},
+        "progress": False,
+    }
+    own = headwater.simulate(Signs, client_algorithm=FedProx(0.0), **given)
+    built_in = headwater.simulate(Signs, **given)
+    steps = {client.num_examples // 4 for row in own.history for client in row.clients}
+    assert len(steps) > 1 or masked != "off"
+    for ours, theirs in zip(own.model.parameters(), built_in.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    plain = headwater.simulate(
+        Signs, client_algorithm=FedProx(0.0), **given, step_correction="none"
+    )
+    assert masked != "off" or plain.history[0].loss == own.history[0].loss
+    changed = zip(plain.model.parameters(), own.model.parameters(), strict=True)
+    assert masked != "off" or not all(torch.allclose(*pair, atol=1e-4) for pair in changed)
+
+
 @pytest.mark.parametrize(("planned", "own"), [("FedProx", None), (None, "x.py:FedProx")])
 def test_a_plan_for_another_algorithm_is_refused(planned: str | None, own: str | None) -> None:
     chosen = AlgorithmSettings(name=own)
