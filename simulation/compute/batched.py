@@ -23,6 +23,7 @@ from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
+from headwater.common.task import tell_round
 from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
 from headwater.simulation.compute.device_sums import JointSums
 from headwater.simulation.compute.dry_run import predict_round
@@ -95,6 +96,17 @@ class BatchedCompute:
             self._at_once = int(min(max(PASS_BYTES / memory_line.each, 1), MAX_AT_ONCE))
         self._max_vectors = VECTORS_BYTES // (4 * trainer.image.layout.num_parameters)
         self._layers: LinearLayers | None = None
+        self._test(first)
+        # The rows of the test are all examples of a device, with those that it holds out.
+        self._examples.drop()
+
+    def _test(self, first: int) -> None:
+        """Compare the passes with the device's own code on the first examples of a device.
+
+        Raises:
+            UnsupportedBatch, VectorsTooLarge: see ``__init__``.
+        """
+        devices, trainer, with_norms = self._devices, self._devices.trainer, self._with_norms
         loss, rows, unused = check_sums(
             trainer, devices.identity(first), self._model, self._examples
         )
@@ -182,6 +194,7 @@ class BatchedCompute:
         if len(columns):
             version = columns.clients[0].plan.model_version
             self._devices.trainer.loaded_model.load(run_id, version, image.buffer())
+            tell_round(self._devices.trainer.task, columns.clients[0].plan.round)
         for block in self._blocks(columns):
             update, rest = self._sum_finite(block)
             alone += rest

@@ -44,9 +44,13 @@ class ExampleRows:
         held_bytes = sum(column.nbytes for column in self._columns)
         is_full = held_bytes > self._limit_bytes or len(self.starts) > self._most_held
         if is_full and not all(part in self.starts for part in parts):
-            self.starts.clear()
-            self._columns = [column[:0].clone() for column in self._columns]
-            self._num_rows = 0
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop all rows."""
+        self.starts.clear()
+        self._columns = [column[:0].clone() for column in self._columns]
+        self._num_rows = 0
 
     def add(self, part: int, examples: Examples) -> int:
         """Fetch a device's examples, and return the row of the first.

@@ -50,6 +50,12 @@ def test_dataset_weights_equal_one_by_one(tmp_path: Path, mode: str) -> None:
     assert_equals_one_by_one(tmp_path, mode, **{"cohort.weighting": "dataset"})
 
 
+@pytest.mark.parametrize("mode", ["vectorised", "fused"])
+def test_no_mode_trains_on_what_the_devices_hold_out(tmp_path: Path, mode: str) -> None:
+    held_out = {"evaluation.on_devices": True, "evaluation.held_out_fraction": 0.4}
+    assert_equals_one_by_one(tmp_path, mode, **held_out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["vectorised", "fused"])
 @pytest.mark.parametrize("task", [spec(Tokens), spec(LargeLayer), CNN])
