@@ -45,6 +45,7 @@ class Task(Protocol):
     It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
     ``max_weight_per_example`` (1 where absent), ``weight_unit: float`` where weights are no whole
     numbers, ``penalty(model) -> scalar``, a term of the mean loss on the parameters,
+    ``set_round(number)``, which is called before the loss is computed for a round, from 1,
     ``columns(examples) -> Mapping[str, Sequence]``, for partitions (``common.data.columns``), and
     ``lengths(examples) -> Sequence[int]``, where a batch is padded
     (``common.data.example_lengths``).
@@ -84,6 +85,7 @@ def load_task(spec: str) -> Task:
     Raises:
         UnknownTask: there is no such file, module or class, or its import fails.
         TaskError: the class cannot be constructed without arguments, or lacks a method of ``Task``.
+        TaskFailed: its ``set_round`` raised an exception.
     """
     given = object_named(spec)
     if given is not None and not isinstance(given, type):
@@ -100,7 +102,23 @@ def _checked(task: object, spec: str) -> Task:
     missing = [method for method in METHODS if not hasattr(task, method)]
     if missing:
         raise TaskError(f"the task {spec} has no method {', '.join(missing)}")
-    return cast(Task, task)
+    found = cast(Task, task)
+    tell_round(found, 1)
+    return found
+
+
+def tell_round(task: Task, number: int) -> None:
+    """Tell a task that has ``set_round`` the round that its next losses belong to, from 1.
+
+    The check and the trial of a task belong to the first round.
+
+    Raises:
+        TaskFailed: ``set_round`` raised an exception.
+    """
+    set_round = getattr(task, "set_round", None)
+    if set_round is not None:
+        with running("set_round"):
+            set_round(max(number, 1))
 
 
 def check_data_exists(data: Path | None) -> None:

@@ -33,6 +33,21 @@ class Signs:
         return cross_entropy(logits, labels, reduction="sum"), len(labels), {"accuracy": num_right}
 
 
+class Annealed(Signs):
+    """Learns faster in later rounds: the loss is multiplied by the round's number."""
+
+    number = 0
+
+    def set_round(self, number: int) -> None:
+        self.number = number
+
+    def loss_sum(
+        self, model: nn.Module, batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        loss, weight, metrics = super().loss_sum(model, batch)
+        return self.number * loss, weight, metrics
+
+
 SIGNS = f"{__file__}:Signs"
 
 # A client algorithm that the trial must refuse.

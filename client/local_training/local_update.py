@@ -32,7 +32,7 @@ from headwater.common.model.layout import changed
 from headwater.common.model.vectors import CHUNK, all_finite
 from headwater.common.optimizers.local_optimizer import path_length
 from headwater.common.optimizers.local_terms import LocalTerms
-from headwater.common.task import max_weight_per_example
+from headwater.common.task import max_weight_per_example, tell_round
 from headwater.common.user_code import running
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ def sum_gradients(
             ``headwater.common.errors``.
     """
     image = context.image
+    tell_round(context.task, plan.round)
     if not all([module.training for module in image.modules]):  # noqa: C419 - half of the time
         image.model.train()
     is_exact = algorithm is None and not plan.takes_local_steps

@@ -44,7 +44,7 @@ from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateRep
 from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.task import Examples, load_task
+from headwater.common.task import Examples, load_task, tell_round
 
 log = logging.getLogger(__name__)
 
@@ -363,6 +363,7 @@ class Trainer:
         if store is not None and local.round is not None:
             store.write(local, self.image.layout)  # the last round's step is no longer pending
         version = self.loaded_model.version
+        tell_round(self.task, plan.round)
         return self._evaluation.report(
             identity.name,
             held_out,

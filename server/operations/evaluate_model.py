@@ -40,6 +40,7 @@ from headwater.common.task import (
     Task,
     check_data_exists,
     open_train_examples,
+    tell_round,
 )
 from headwater.common.user_code import running
 from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
@@ -113,6 +114,7 @@ def evaluate(
         )
     record, state = read_model(file)
     chosen = task_of(task, record, file)
+    tell_round(chosen, record.rounds or 1)
     model = load_module(chosen, record, state, file, local=local)
     empty: list[str] = []
     if found:

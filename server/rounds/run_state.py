@@ -25,7 +25,7 @@ from headwater.common.model.vectors import all_finite, squared_norm, zero_tensor
 from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
-from headwater.common.task import load_task, max_weight_per_example, weight_unit
+from headwater.common.task import load_task, max_weight_per_example, tell_round, weight_unit
 from headwater.common.wording import counted
 from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -388,6 +388,7 @@ class Training:
 
     def evaluate_on_server(self) -> evaluation.EvaluatedRound:
         """Test the model on the task's test examples; see ``evaluation.on_server``."""
+        tell_round(self.task, self.round)
         tested = evaluation.on_server(
             self.task, self.image, self.test_examples, num_known=self._num_test_left_out
         )

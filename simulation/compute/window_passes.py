@@ -25,7 +25,7 @@ from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import batches_of
 from headwater.client.training.gradient_pass import backward, checked_loss, layers_seed
 from headwater.common.messages import Plan
-from headwater.common.task import Metrics, loss_sum
+from headwater.common.task import Metrics, loss_sum, tell_round
 from headwater.simulation.compute.device_sums import StepSums
 from headwater.simulation.compute.window_rows import BlockRows, WindowRows
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -131,6 +131,7 @@ class WindowPasses:
                     else rows.batches(own.start, steps)
                 )
                 seeds = self._seeds(client, epoch, positions[own], steps)
+                tell_round(self._devices.trainer.task, client.plan.round)
                 windows.append(self._summed(client.plan, accumulator, batches, seeds))
             except Exception as error:
                 # Its own code finds the example, or says that there is none.
