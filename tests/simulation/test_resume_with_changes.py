@@ -136,6 +136,6 @@ def test_python_resumes_with_the_run_s_settings_and_what_the_call_changes(tmp_pa
     more = {"settings": tmp_path / "more.toml", "resume": True, **given}
     run = headwater.simulate(Signs, rounds=3, **more)
     assert [row.learning_rate for row in run.history] == [0.01, 0.01, 0.0025]
-    assert run.history[0].settings_changed == {"optimizer.learning_rate": [0.01, 0.0025]}
+    assert run.history[2].settings_changed == {"optimizer.learning_rate": [0.01, 0.0025]}
     with pytest.raises(SettingsError, match="was started with the optimizer SGD"):
         headwater.simulate(Signs, rounds=4, optimizer="adam", **more)
