@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 from torch.utils.data import Subset
 
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState, Window, held_out_positions, window
+from headwater.common.additivity.opened_again import OTHER_SHARES, differs_again
+from headwater.common.additivity.trial_state import random_state
+from headwater.common.data.batches import SubsetView
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.example_faults import whole_of
 from headwater.common.data.example_lengths import ExampleLengths, LengthRecord, length_record
 from headwater.common.errors import CountOutOfRange
 from headwater.common.messages import Plan
-from headwater.common.task import Examples, Task
+from headwater.common.task import Examples, Task, open_train_examples
+
+log = logging.getLogger(__name__)
 
 MAX_OPEN_DATASETS = 20_000  # of clients; a simulated population may have any size
 # The most examples of a window that uses some of them more than once: it is a list in memory.
@@ -33,6 +39,7 @@ class ClientExamples:
         self._check = check
         self._records: dict[int, LengthRecord] = {}
         self._reopened: dict[Identity, Examples] = {}
+        self._is_opened_again = False  # once in a process, of a task that draws random numbers
         self._opened = functools.lru_cache(maxsize=MAX_OPEN_DATASETS)(self._open)
 
     def keep_open(self, num_clients: int) -> None:
@@ -64,11 +71,25 @@ class ClientExamples:
     def _open(self, identity: Identity) -> Examples:
         if identity in self._reopened:
             return self._reopened.pop(identity)
+        before = random_state()
         examples = self.datasets.of(
             identity.rule, data=identity.data, part=identity.part, num_parts=identity.num_parts
         )
+        if not self._is_opened_again and random_state() != before:
+            self._is_opened_again = True
+            self._open_again(identity, examples)
         self._check(examples, identity.name)
         return examples
+
+    def _open_again(self, identity: Identity, examples: Examples) -> None:
+        """Log a warning if the task opens other examples a second time."""
+        part, num_parts = identity.part, identity.num_parts
+        if identity.rule is not None:
+            part, num_parts = 0, 1
+            examples = examples.whole if isinstance(examples, SubsetView) else examples
+        again = open_train_examples(self._task, data=identity.data, part=part, num_parts=num_parts)
+        if differs_again(examples, again):
+            log.warning(OTHER_SHARES, type(self._task).__name__)
 
     def lengths(self, examples: Examples) -> ExampleLengths | None:
         """Return the lengths of a client's examples; None if these cannot differ in length.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.common.additivity.example_cache import ExampleCache
+from headwater.common.additivity.outside_parameters import check_parameters_are_inside
 from headwater.common.additivity.sums import Sums
 from headwater.common.additivity.trial_state import (
     as_it_was,
@@ -79,6 +80,7 @@ class SingleExamples:
         self.has_gradients = has_gradients
         """Whether the gradients of all examples are in ``grad``; else at most the first one's."""
         self.task, self.model, self.cache = task, model, cache
+        self._is_looked_at = False  # the graph of a loss, once
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         zero_gradients(self._parameters)
 
@@ -207,8 +209,12 @@ class SingleExamples:
 
         Raises:
             BuffersChanged: the forward pass changed a buffer or a parameter.
+            TaskError: the loss depends on a parameter that is not in the model.
         """
         loss, sums = self._sums(batch, loss_sum)
+        if not self._is_looked_at:
+            self._is_looked_at = True
+            check_parameters_are_inside(self.task, self.model, loss)
         if math.isfinite(sums.loss):
             with adding_in_place():
                 (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
