@@ -188,7 +188,10 @@ class BatchDependentLayer(TaskError):
     )
 class BuffersChanged(TaskError):
     """A pass wrote to a buffer or a parameter of the model; they belong to the server."""
-    remedy = "keep running statistics out of the model: only gradients travel to the server"
+    remedy = (
+        "keep running statistics out of the model: only gradients travel to the server; give a "
+        "table that grows with its input, such as one of positions, its full length in new_model"
+    )
 class HiddenState(TaskError):
     """A forward pass changes what the next one computes, outside of parameters and buffers."""
     remedy = (

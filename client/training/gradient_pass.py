@@ -185,10 +185,15 @@ def layers_seed(run_seed: int, epoch: int, name: str) -> int:
 def backward(loss: Tensor) -> None:
     """Add the gradients of a scalar into the leaves' ``grad``, as ``loss.backward()`` does.
 
+    A loss without a graph, such as the zero that a detector returns for a picture without boxes,
+    has no gradient and adds nothing. The task's check refuses one that depends on parameters.
+
     Raises:
         MemoryError: an allocation failed.
         InvalidGradients: an operation's backward raised an exception.
     """
+    if not loss.requires_grad:
+        return
     engine = _autograd_engine()
     try:
         # A Tensor subclass may define its own backward; other dtypes need a gradient of that dtype.

@@ -42,18 +42,26 @@ class ExactModel:
             return None
         try:
             exact = ExactModel(task, model)
-            return exact if exact.sums(batch) is not None else None
+            return exact if exact.loss_of(batch).dtype is torch.float64 else None
         except Exception:  # whatever stands in the way: float32 is compared
             return None
 
-    def sums(self, batch: Any) -> Sums | None:
-        """Return the sums of a batch; None if the task gave a loss that is not float64.
+    def loss_of(self, batch: Any) -> Tensor:
+        """Return the loss of a batch.
+
+        Raises:
+            Exception: the task cannot compute in float64.
+        """
+        return loss_sum_alone(self._task, self._model, _wide(batch))[0]
+
+    def sums(self, batch: Any) -> Sums:
+        """Return the sums of a batch; a task may give a constant in float32 for some batches.
 
         Raises:
             Exception: the task cannot compute in float64.
         """
         loss, weight, metrics = loss_sum_alone(self._task, self._model, _wide(batch))
-        return Sums(loss.item(), weight, metrics) if loss.dtype is torch.float64 else None
+        return Sums(loss.item(), weight, metrics)
 
 
 def _wide(value: Any) -> Any:

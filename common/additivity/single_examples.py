@@ -81,6 +81,7 @@ class SingleExamples:
         """Whether the gradients of all examples are in ``grad``; else at most the first one's."""
         self.task, self.model, self.cache = task, model, cache
         self._is_looked_at = False  # the graph of a loss, once
+        self._has_graph = False  # any loss that was to pass backward
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         zero_gradients(self._parameters)
 
@@ -97,8 +98,34 @@ class SingleExamples:
         Raises:
             MemoryError: an allocation failed.
             TaskNotAdditive: an example weighs more than the task's ``max_weight_per_example``.
-            TaskError, BuffersChanged: a metric is not finite; the forward pass changed a buffer.
+            TaskError, BuffersChanged: a metric is not finite; the loss has no gradient; the forward
+                pass changed a buffer.
         """
+        self._add(positions, may_add)
+        if self.sums and self.has_gradients and not self._has_graph:
+            self._check_constant(next(iter(self.sums)))
+
+    def _check_constant(self, position: int) -> None:
+        """Check that a loss without a graph is a constant, as that of a picture without boxes.
+
+        The parameters are doubled for one pass, and halved: float32 is exact in both.
+
+        Raises:
+            TaskError: the loss changes with the parameters.
+        """
+        try:
+            _multiply(self._parameters, 2.0)
+            loss = self.forward(self.cache.batch([position])).loss
+        finally:
+            _multiply(self._parameters, 0.5)
+        if loss != self.sums[position].loss:
+            raise TaskError(
+                "the loss depends on the parameters, and has no gradient",
+                remedy="leave out what cuts the graph in loss_sum and forward: detach(), .data, "
+                ".item(), .numpy(), argmax, torch.no_grad(), inference_mode",
+            )
+
+    def _add(self, positions: Iterable[int], may_add: MayTrainOn) -> None:
         bound = max_weight_per_example(self.task)
         for position in positions:
             sums = self._single(position)
@@ -215,7 +242,8 @@ class SingleExamples:
         if not self._is_looked_at:
             self._is_looked_at = True
             check_parameters_are_inside(self.task, self.model, loss)
-        if math.isfinite(sums.loss):
+        self._has_graph |= loss.requires_grad
+        if math.isfinite(sums.loss) and loss.requires_grad:
             with adding_in_place():
                 (loss if sign == 1 else loss * sign).backward()  # type: ignore[no-untyped-call]
         return sums
@@ -256,3 +284,9 @@ def _place(parameter: Tensor) -> tuple[int, int]:
     """Return where a parameter lies, and a sum over its bits."""
     bits = bit_sum(parameter) if parameter.dtype is torch.float32 else 0
     return parameter.data_ptr(), bits
+
+
+def _multiply(parameters: Iterable[Tensor], factor: float) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(factor)

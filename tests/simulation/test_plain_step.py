@@ -122,6 +122,18 @@ class TakesLabelsOut(Plain):
         return super().loss_sum(model, (batch["inputs"], labels))
 
 
+class WithoutBoxes(Plain):
+    """Most examples are negatives, whose loss is a constant without a graph."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        is_positive = batch[1] > 1
+        constant = 0.5 * (~is_positive).sum()
+        if not is_positive.any():
+            return constant, len(batch[1])
+        loss, _ = super().loss_sum(model, (batch[0][is_positive], batch[1][is_positive]))
+        return loss + constant, len(batch[1])
+
+
 FORMS = [
     *(Plain, OfDataclasses, Sparse, SparseRows, WithPenalty),
     *(FreezesInThePass, WritesToItsBatch, TakesLabelsOut),
@@ -162,6 +174,21 @@ def plain_step(task: Any, *, model: nn.Module | None = None) -> dict[str, Tensor
     (loss / weight).backward()
     torch.optim.SGD(model.parameters(), lr=RATE).step()
     return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("clients", [2, NUM_EXAMPLES])
+def test_devices_and_micro_batches_without_positives_count_with_their_weight(
+    clients: int, tmp_path: Path
+) -> None:
+    class Divided(WithoutBoxes):
+        def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Any:
+            every = super().train_examples(data=data, part=part, num_parts=num_parts)
+            return sorted(every, key=lambda pair: pair[1])[part::num_parts]
+
+    sizes = {"micro_batch_size": 1, "accumulation_steps": NUM_EXAMPLES // clients}
+    run = simulated(Divided, tmp_path, clients=clients, **sizes)
+    assert run.history[-1].num_examples == NUM_EXAMPLES
+    assert_same(run.model.state_dict(), plain_step(Divided()))
 
 
 @pytest.mark.parametrize("compute", ["one-by-one", "vectorised"])
@@ -209,17 +236,13 @@ def test_a_frozen_layer_that_a_pass_trains_is_refused_by_name(
 
 
 def simulated(form: Any, out: Path, **changes: Any) -> headwater.Run:
-    return headwater.simulate(
-        form,
-        rounds=1,
-        accumulation_steps=2,
-        micro_batch_size=NUM_EXAMPLES // 2,
-        optimizer="sgd",
-        learning_rate=RATE,
-        out=out,
-        progress=False,
-        **{"clients": 1, **changes},
-    )
+    chosen = {
+        "clients": 1,
+        "accumulation_steps": 2,
+        "micro_batch_size": NUM_EXAMPLES // 2,
+        "learning_rate": RATE,
+    } | changes
+    return headwater.simulate(form, rounds=1, optimizer="sgd", out=out, progress=False, **chosen)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from headwater.common.additivity.comparison import Comparison
 from headwater.common.additivity.example_cache import ExampleCache
 from headwater.common.additivity.single_examples import SingleExamples
-from headwater.common.errors import BuffersChanged, TaskFailed, TaskNotAdditive
+from headwater.common.errors import BuffersChanged, TaskError, TaskFailed, TaskNotAdditive
 from headwater.common.task import Task, loss_sum_alone
 from tests.additivity import check_additive
 from tests.tasks import (
@@ -220,6 +220,28 @@ def with_gradient_penalty(model: nn.Module, batch: Sequence[Tensor]) -> Any:
 
 def test_a_loss_that_takes_gradients_of_its_inputs_passes() -> None:
     check(Given(with_gradient_penalty))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: (squares(model, batch)[0].detach(), len(batch[0])),
+        lambda model, batch: (torch.tensor(squares(model, batch)[0].item()), len(batch[0])),
+    ],
+)
+def test_a_loss_that_is_cut_off_from_its_parameters_is_refused(loss: Any) -> None:
+    with pytest.raises(TaskError, match="depends on the parameters, and has no gradient") as caught:
+        check(Given(loss))
+    assert "detach()" in caught.value.remedy
+
+
+def test_a_constant_loss_passes_and_leaves_the_parameters_as_they_were() -> None:
+    task = Given(lambda model, batch: (torch.tensor(0.5 * len(batch[0])), len(batch[0])))
+    torch.manual_seed(0)
+    model = task.new_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    check_additive(task, model, examples(6))
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def in_place(model: nn.Module, batch: Any) -> Any:
