@@ -32,7 +32,15 @@ from headwater.common.additivity.survey import Survey, look_over
 from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, summary
 from headwater.common.data.example_lengths import Positions
-from headwater.common.errors import NoFiniteExample, OutOfMemory, TaskFailed
+from headwater.common.errors import (
+    BuffersChanged,
+    HeadwaterError,
+    HiddenState,
+    NoFiniteExample,
+    OutOfMemory,
+    TaskFailed,
+    TaskNotAdditive,
+)
 from headwater.common.messages import Plan
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.wording import counted
@@ -60,6 +68,8 @@ class CheckReport:
     notes: tuple[str, ...]
     survey_batch_size: int = 1
     """The examples that a forward pass may take at a time."""
+    is_undecided: bool = False
+    """Whether the loss of all examples that were compared is 0, so that nothing could be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +162,12 @@ def _checked(context: TrainingContext, room: _Room, passed: PassedExample | None
             for metric in sorted(zero)
         ),
     ]
+    is_undecided = not any(one.loss for one in singles.sums.values())
+    if is_undecided:
+        notes.append(
+            "the loss of all examples that were compared is 0: whether it is a sum could not be "
+            "told, and is looked at again in the first round"
+        )
     if not any(one.weight for one in singles.sums.values()):
         notes.append(
             "no example that was compared has a weight, so nothing is learned from them: look at "
@@ -164,7 +180,33 @@ def _checked(context: TrainingContext, room: _Room, passed: PassedExample | None
         left_out=_left_out(context, num_seen, faults),
         notes=tuple(notes),
         survey_batch_size=room.survey_size(),
+        is_undecided=is_undecided,
     )
+
+
+def compare_more(context: TrainingContext) -> bool:
+    """Compare the sums of another client's first examples; return whether they told something.
+
+    What the first client's examples do not show, as a loss over pairs where it has none, another
+    one's may. Examples that cannot be trained on are that client's own matter.
+
+    Raises:
+        TaskNotAdditive, HiddenState, BuffersChanged: see ``check_task``.
+    """
+    room = _Room(context, None)
+    with as_it_was(context.image.model):
+        cache = ExampleCache(context.task, context.examples)
+        singles = SingleExamples(context.task, context.image.model, cache)
+        lengths = context.lengths
+        tried = [*(range(len(context.examples)) if lengths is None else lengths.sample)]
+        try:
+            singles.add(tried[:NUM_TRIED], room.may_add)
+            Comparison(singles).run(room.may_train_on)
+        except (TaskNotAdditive, HiddenState, BuffersChanged):
+            raise
+        except (HeadwaterError, MemoryError) as error:
+            log.debug("%s: nothing was compared: %s", context.name, error)
+    return any(one.loss for one in singles.sums.values())
 
 
 def _left_out(

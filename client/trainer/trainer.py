@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch.utils.data import Subset
+
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.local_training.local_update import (
@@ -31,7 +33,7 @@ from headwater.client.trainer.loaded_model import LoadedModel
 from headwater.client.trainer.own_parameters import OwnParameters
 from headwater.client.trainer.precision import DevicePrecision
 from headwater.client.trainer.speed import measure_speed
-from headwater.client.trainer.task_trial import CheckReport, check_task
+from headwater.client.trainer.task_trial import CheckReport, check_task, compare_more
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
@@ -47,6 +49,9 @@ from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, tell_round
 
 log = logging.getLogger(__name__)
+
+# Clients of one process on whose examples a task is checked: one may have none of a kind.
+NUM_CHECKED = 4
 
 Trial = Callable[[TrainingContext], None]
 """A trial on a client's first examples, beside the task's check; it raises what it finds."""
@@ -89,7 +94,8 @@ class Trainer:
         """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed = CheckpointedClients(self.image)
         self._own = OwnParameters(self.image, lambda seed: self._built(seed=seed))
-        self._must_check = check_task
+        self._num_unchecked = NUM_CHECKED if check_task else 0
+        self._is_undecided = False
         self.first_check: CheckReport | None = None
         """The report of the task's check; None before it, or if it is off."""
         self.logs_left_out = True
@@ -137,15 +143,38 @@ class Trainer:
         return self._examples.numbers(identity, plan, sampler, order_seed)
 
     def _check_opened(self, examples: Examples, name: str) -> None:
-        """Check the task on the first examples that are opened, and log what was found."""
-        if not self._must_check:
+        """Check the task on the first examples that are opened, and log what was found.
+
+        In a process of many clients its sums are compared on a few of the others' as well.
+        """
+        if not self._num_unchecked:
             return
-        report = self.check(examples, name)
-        self._must_check, self.first_check = False, report
+        self._num_unchecked -= 1
+        if self.first_check is not None:
+            self._compare_more(examples, name)
+            return
+        try:
+            report = self.first_check = self.check(examples, name)
+        except Exception:
+            self._num_unchecked += 1
+            raise
+        self._is_undecided = report.is_undecided
         if report.left_out is not None and self.logs_left_out:
             log.warning("%s: %s", name, report.left_out)
         for note in report.notes:
             log.info("%s: %s", name, note)
+
+    def _compare_more(self, examples: Examples, name: str) -> None:
+        """Compare the task's sums on more examples, with the client's own state left alone."""
+        machine = self.machine or ThisMachine()
+        context = self.context(examples, name, machine)
+        try:
+            with machine.bounded():
+                self.accumulator.zero()
+                if compare_more(context):
+                    self._is_undecided = False
+        finally:
+            self.accumulator.zero()
 
     # The model and the device.
 
@@ -300,6 +329,10 @@ class Trainer:
         try:
             examples, whole = self._examples.window(identity, plan, sampler, order_seed)
             positions = whole.without(left_out)
+            if self._is_undecided and not plan.is_masked:  # a refusal would tell of the data
+                self._is_undecided = False
+                own: Examples = Subset(examples, positions.positions)  # type: ignore[arg-type]
+                self._compare_more(own, identity.name)
             plan = self.precision.resolved(plan, identity)
             context = self.context(examples, identity.name, hardware)
             with hardware.bounded():
