@@ -12,7 +12,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.run_scope import MAIN_GUARD, run_scope
 from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
-from headwater.common.system.caller_state import caller_state
+from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.task import Task
 from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
@@ -97,7 +97,11 @@ def simulate(
         HeadwaterError: see ``headwater.common.errors``.
     """
     call = Call("simulate", locals())  # nothing but the arguments so far
-    with caller_state(is_silent=not progress), run_scope(call.objects):
+    with (
+        one_run_at_a_time(),
+        caller_state(is_silent=not progress),
+        run_scope(call.objects),
+    ):
         chosen = with_fleet(call.settings())
         chosen = chosen.model_copy(update={"threads": chosen.threads or 1})
         _check_objects(chosen)

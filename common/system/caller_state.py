@@ -28,6 +28,10 @@ from headwater.common.system.stop_signals import (
     interrupt_at_once,
 )
 
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.2
+
 
 @contextmanager
 def caller_state(*, is_silent: bool) -> Iterator[None]:
@@ -84,3 +88,26 @@ def _own_random_numbers() -> Iterator[None]:
         torch.set_rng_state(numbers[0])
         np.random.set_state(numbers[1])
         random.setstate(numbers[2])
+
+
+_ONE_RUN = threading.RLock()
+
+
+@contextmanager
+def one_run_at_a_time() -> Iterator[None]:
+    """Let another thread's run in this process end first, and say that it is waited for.
+
+    Torch's random numbers are the process's: two runs at once would draw from one another's, so
+    that a seed gave another model each time.
+    """
+    if not _ONE_RUN.acquire(blocking=False):
+        log.warning(
+            "another run of this process is going on: this one begins when it ends, as torch's "
+            "random numbers are the whole process's (runs in processes of their own go on together)"
+        )
+        while not _ONE_RUN.acquire(timeout=WAIT_SECONDS):
+            pass  # Ctrl-C comes between two waits
+    try:
+        yield
+    finally:
+        _ONE_RUN.release()
