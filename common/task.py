@@ -24,6 +24,8 @@ from headwater.common.user_code import described, running
 
 MAX_METRICS, MAX_METRIC_CHARACTERS = 48, 64  # that a task may return, and of a metric's name
 
+LOSS = "loss"  # the name of the loss among the metrics of an evaluation
+
 Metrics = dict[str, float]
 LossOf = Callable[["Task", nn.Module, Any], tuple[Tensor, int, Metrics]]
 LossSum = tuple[Tensor, int] | tuple[Tensor, int, Mapping[str, Any]]
@@ -280,6 +282,11 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
             f"found {len(sums)} metric sums: a report has room for {MAX_METRICS}, with names of up "
             f"to {MAX_METRIC_CHARACTERS} characters",
             remedy="return fewer metric sums from loss_sum, or give them shorter names",
+        )
+    if LOSS in sums:
+        raise TaskError(
+            f"a metric is named {LOSS}, which would stand in the place of the loss itself",
+            remedy="leave it out, as the mean loss is reported without it, or give it another name",
         )
     metrics = Metrics()
     for name, value in sums.items():

@@ -270,6 +270,13 @@ class SingleExamples:
         for name, tensor in frozen:
             if tensor.requires_grad:
                 raise unfrozen(name)
+        if loss.dtype in (torch.bfloat16, torch.float16):
+            kind = str(loss.dtype).removeprefix("torch.")
+            raise TaskNotAdditive(
+                f"the loss is summed in {kind}, which rounds sums to two or three digits",
+                remedy="compute the loss in float32: cross_entropy(logits.float(), labels, "
+                'reduction="sum")',
+            )
         sums = Sums(loss.item(), weight, metrics)
         for name, value in metrics.items():
             if math.isfinite(sums.loss) and not math.isfinite(value):

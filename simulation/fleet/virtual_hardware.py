@@ -20,7 +20,7 @@ from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
-from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
+from headwater.common.data.batches import batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.layout import ModelLayout
@@ -222,7 +222,7 @@ def _activation_bytes(probe: SpeedProbe) -> float:
             split_batch(batch_of(probe.task, probe.examples, some))[0]
             for some in (positions[:1], positions)
         ]
-    except UnsupportedBatch:
+    except Exception:  # no rows of tensors, or an example that cannot be read: it is passed over
         return probe.activation_bytes()
     shapes = tuple((tensor.shape, tensor.dtype) for batch in batches for tensor in batch)
     key = (id(probe.task), id(probe.image), shapes)

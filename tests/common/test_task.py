@@ -41,6 +41,7 @@ from tests.tasks import Given, TwoLayers, examples, squares
         (lambda loss, n: (loss, n, [1.0]), "metric"),
         (lambda loss, n: (loss, n, {"a": torch.ones(2)}), "metric a"),
         (lambda loss, n: (loss, n, {"a": None}), "metric a"),
+        (lambda loss, n: (loss, n, {"a": 1, "loss": loss}), "a metric is named loss"),
     ],
 )
 def test_a_malformed_loss_sum_is_a_task_error(

@@ -176,6 +176,27 @@ def plain_step(task: Any, *, model: nn.Module | None = None) -> dict[str, Tensor
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("compute", ["one-by-one", None])
+def test_an_example_that_cannot_be_read_is_left_out_wherever_it_is(
+    compute: str | None, tmp_path: Path
+) -> None:
+    class Torn(Plain):
+        """Its ``collate`` passes over examples that are None, and fails on nothing else."""
+
+        def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Any:
+            every = super().train_examples(data=data, part=part, num_parts=num_parts)
+            if num_parts == 1:
+                return every[1:5] + every[6:]
+            return [None if at in (0, 5) else every[at] for at in (part, part + 4)]
+
+        def collate(self, examples: list[Any]) -> Any:
+            return super().collate([one for one in examples if one is not None])
+
+    sizes = {"clients": 4, "micro_batch_size": 1, "accumulation_steps": 2}
+    run = simulated(Torn, tmp_path, compute=compute, **sizes)
+    assert_same(run.model.state_dict(), plain_step(Torn()))
+
+
 @pytest.mark.parametrize("clients", [2, NUM_EXAMPLES])
 def test_devices_and_micro_batches_without_positives_count_with_their_weight(
     clients: int, tmp_path: Path

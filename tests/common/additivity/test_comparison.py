@@ -235,6 +235,14 @@ def test_a_loss_that_is_cut_off_from_its_parameters_is_refused(loss: Any) -> Non
     assert "detach()" in caught.value.remedy
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_that_is_summed_in_half_precision_is_refused(dtype: torch.dtype) -> None:
+    half = Given(lambda model, batch: (squares(model, batch)[0].to(dtype), len(batch[0])))
+    with pytest.raises(TaskNotAdditive, match=r"summed in b?float16") as caught:
+        check(half)
+    assert "logits.float()" in caught.value.remedy
+
+
 def test_a_constant_loss_passes_and_leaves_the_parameters_as_they_were() -> None:
     task = Given(lambda model, batch: (torch.tensor(0.5 * len(batch[0])), len(batch[0])))
     torch.manual_seed(0)
