@@ -451,6 +451,10 @@ class ThresholdTooHigh(SessionRefused):
     """With this threshold and number of neighbours, expected dropouts often block the sum."""
 class MaskingTooWeak(SessionRefused):
     """The server chose a mode, ring or clip bound below the device's own minimum."""
+    remedy = (
+        "start the server and all devices with the same --secure-aggregation; in active mode each "
+        "device also needs --identity and --allow-list (`headwater-client identity`)"
+    )
 class RingCanWrap(SessionRefused):
     """The sum of the whole cohort might not fit the ring."""
 class SessionReplayed(SessionRefused):

@@ -8,12 +8,18 @@ a client has masked, the round is aborted, and its next attempt uses new example
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.errors import HeadwaterError, RoundAborted, SessionRefused
+from headwater.common.errors import (
+    HeadwaterError,
+    RoundAborted,
+    SessionRefused,
+    TooFewSurvivors,
+)
 from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.secagg.blame import Evidence
@@ -68,13 +74,31 @@ def sum_masked(
                 refuse(name, error)
             _log_refused(setup, refused)
             if is_over:
-                raise
+                raise _with_reason(aborted, {**errors, **refused}) from aborted
             log.warning("%s: %s; retrying without %s", aborted.code, aborted, ", ".join(reasons))
             cohort = rest
         else:
             for name, error in refused.items():
                 refuse(name, error)
             return unmasked
+
+
+def _with_reason(aborted: RoundAborted, errors: Mapping[str, HeadwaterError]) -> RoundAborted:
+    """Add to an error of too few members what all devices that left the session have said.
+
+    If they gave several reasons, the log has each, and the error counts them.
+    """
+    if not isinstance(aborted, TooFewSurvivors) or not errors:
+        return aborted
+    counts, first = Counter(error.code for error in errors.values()), next(iter(errors.values()))
+    if len(counts) > 1:
+        why = ", ".join(f"{code} {number}" for code, number in counts.most_common())
+        return TooFewSurvivors(f"{aborted.message}; why devices left: {why}")
+    return TooFewSurvivors(
+        f"{aborted.message}; {counted(len(errors), 'device')} left for one reason, "
+        f"{first.code}: {first.message}",
+        remedy=first.remedy or aborted.remedy,
+    )
 
 
 def _log_refused(setup: SessionSetup, refused: Mapping[str, HeadwaterError]) -> None:

@@ -16,7 +16,9 @@ from headwater.common.errors import (
     HeadwaterError,
     IdentityUnknown,
     LateUpdate,
+    MaskingTooWeak,
     RoundAborted,
+    SessionReplayed,
     TooFewClients,
     TooFewSurvivors,
     WrongShare,
@@ -25,11 +27,13 @@ from headwater.common.messages import ReadyReport
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
     CheckReply,
+    KeysReply,
     MaskReply,
     Phase,
     Request,
     SessionNumber,
     SharesReply,
+    SurvivorsReply,
     UnmaskReply,
     accusation,
     accused_in,
@@ -141,6 +145,32 @@ def holds_sum_of(cast: Cast, result: SessionResult, *names: str) -> None:
 
 
 # -- before anybody has masked: another attempt with the same updates
+
+
+@pytest.mark.parametrize("kind", [KeysReply, SharesReply, CheckReply, MaskReply, SurvivorsReply])
+def test_an_abort_says_the_one_reason_for_which_all_devices_left_and_its_remedy(kind: type) -> None:
+    def refuse(said: Any) -> Any:
+        raise MaskingTooWeak("d000: active mode needs an identity", remedy="make an identity")
+
+    cast = Cast(4, mode="active")
+    result = SessionResult(cast, dict.fromkeys(cast.names, changing(kind, refuse)))
+    assert isinstance(result.aborted, TooFewSurvivors)
+    reason = "4 devices left for one reason, MaskingTooWeak: d000: active mode needs an identity"
+    assert reason in str(result.aborted)
+    assert result.aborted.remedy == "make an identity"
+
+
+def test_an_abort_counts_the_reasons_if_devices_left_for_several() -> None:
+    def refuse(said: Any) -> Any:
+        raise MaskingTooWeak("active mode needs an identity")
+
+    def replay(said: Any) -> Any:
+        raise SessionReplayed("this session is old")
+
+    cast = Cast(4)
+    lies = {**dict.fromkeys(cast.names[:3], refuse), cast.names[3]: replay}
+    result = SessionResult(cast, {name: changing(KeysReply, lie) for name, lie in lies.items()})
+    assert "why devices left: MaskingTooWeak 3, SessionReplayed 1" in str(result.aborted)
 
 
 @pytest.mark.slow
