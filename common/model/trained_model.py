@@ -31,7 +31,6 @@ from headwater.common.model.bfloat16_weights import stored_in_bfloat16
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
-from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
 from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
@@ -246,25 +245,6 @@ def _opened(file: Path) -> Iterator[Any]:
             f"the model {file} cannot be read: {error}",
             remedy="copy it again: it is incomplete, or no safetensors file",
         ) from error
-
-
-def load_initial(image: ModelImage, path: Path) -> None:
-    """Overwrite the model with a file that has the names of its state_dict, or a run's folder.
-
-    Parameters that stay on the devices begin as the task builds them: the file may have them or
-    not.
-
-    Raises:
-        SettingsError: the file cannot be read.
-        ModelMismatch: names or shapes differ.
-        FrozenPartMismatch: the file is an adapter to another frozen part.
-    """
-    file = model_file(path)
-    record, tensors = read_model(file)
-    tensors = with_wrappers(image.model, tensors)
-    state = _with_base(image.model, record, tensors, file, image.local_parameters)
-    load_state(image.model, {**state, **_built(image.model, image.local_names)}, file)
-    image.fingerprint = None
 
 
 def _with_base(

@@ -316,7 +316,8 @@ class ModelSettings(Branch):
 
     initial: File | None = setting(
         None,
-        "file of weights to start from (safetensors); not set: by the seed",
+        "weights to start from: a run's folder, .safetensors, .pt, .ckpt, or a folder of "
+        "save_pretrained; not set: by the seed",
         "--initial-model",
         on=RUNS,
     )

@@ -17,10 +17,9 @@ import torch
 
 from headwater.common.additivity.penalty import add_penalty, has_penalty
 from headwater.common.compression.model_difference import SentModel
-from headwater.common.errors import Diverged, NothingSummed, SettingsError
+from headwater.common.errors import Diverged, NothingSummed, SettingsError, TaskError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
-from headwater.common.model.trained_model import load_initial
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
 from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
@@ -42,6 +41,7 @@ from headwater.server.planning.target_batch import BatchTotals, Target, local_ro
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.rounds import evaluation, model_selection
+from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.model_selection import HELD_OUT
@@ -87,6 +87,11 @@ class Training:
         )
         if settings.model.initial is not None:
             load_initial(self.image, settings.model.initial)
+        if not all_finite(self.image.values_P):
+            raise TaskError(
+                "the model that new_model builds has parameters that are NaN or infinite",
+                remedy="look at how new_model sets or loads them: no round could change the model",
+            )
         self.test_examples = evaluation.server_test_examples(self.task, self.image, settings)
         self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.server_optimizer, settings.schedule)

@@ -32,7 +32,7 @@ from headwater.common.model.parameters import (
     build_model,
     state_dict,
 )
-from headwater.common.model.trained_model import load_initial
+from headwater.server.rounds.initial_model import load_initial
 from tests.tasks import TwoLayers
 
 
