@@ -67,7 +67,8 @@ def module_of_name(name: str) -> TaskModule | None:
     if spec is None or first in sys.builtin_module_names or first == "headwater":
         return None
     found = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    if not any(Path(place).resolve().is_relative_to(root.resolve()) for place in found):
+    own = [place for place in found if not is_installed(place)]  # a .venv may be in the folder
+    if not any(Path(place).resolve().is_relative_to(root.resolve()) for place in own):
         return None
     place = root.joinpath(first, *rest)
     file = place / "__init__.py" if place.is_dir() else place.with_name(f"{place.name}.py")

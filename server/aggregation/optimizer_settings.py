@@ -57,6 +57,7 @@ def try_out(
     shape = (2, 2) if isinstance(kind, type) else (num_parameters,)
     parameter = torch.nn.Parameter(torch.zeros(shape))
     made = new_optimizer(kind, [parameter], optimizer)
+    to_training(made)
     scheduler = new_scheduler(made, schedule)
     try:
         for _ in range(2):
@@ -85,6 +86,17 @@ def try_out(
         ) from error
     sizes = [tensor.nbytes for tensor in tensors.values() if tensor.numel() >= parameter.numel()]
     return sum(sizes) / parameter.numel()
+
+
+def has_evaluation_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps some weights and keeps others: it has train and eval."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def to_training(optimizer: torch.optim.Optimizer) -> None:
+    """Let such an optimizer step; it may refuse to after ``eval``, and before the first train."""
+    if has_evaluation_weights(optimizer):
+        optimizer.train()  # type: ignore[attr-defined] # it has one
 
 
 def kind_of(name: str) -> Kind:

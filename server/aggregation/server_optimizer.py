@@ -31,10 +31,12 @@ from headwater.server.aggregation.optimizer_changes import (
 )
 from headwater.server.aggregation.optimizer_settings import (
     Kind,
+    has_evaluation_weights,
     kind_of,
     new_optimizer,
     new_scheduler,
     split_state,
+    to_training,
     try_out,
 )
 from headwater.server.aggregation.server_rule import RuleOptimizer
@@ -89,6 +91,7 @@ class ServerOptimizer:
             self._parameters = [torch.nn.Parameter(image.values_P)]
             self._spans = ((0, image.layout.num_parameters),)
         self._optimizer = new_optimizer(kind, self._parameters, optimizer)
+        to_training(self._optimizer)
         self._scheduler = new_scheduler(self._optimizer, schedule)
         if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
             raise SettingsError(
@@ -110,6 +113,35 @@ class ServerOptimizer:
         """
         rates = [group["lr"] for group in self._optimizer.param_groups]
         return self._scheduler is not None and not self._is_users and not any(rates)
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether the weights to keep are not those that are stepped: it has train and eval."""
+        return has_evaluation_weights(self._optimizer)
+
+    @contextmanager
+    def kept_weights(self) -> Iterator[None]:
+        """Put the weights to keep into the model meanwhile, to test or to save it.
+
+        Schedule-free optimizers (Defazio et al. 2024), averages of weights and their kin step some
+        weights and keep others. The stepped ones are restored to the bit.
+        """
+        if not self.keeps_others:
+            yield
+            return
+        stepped = [parameter.detach().clone() for parameter in self._parameters]
+        self.keep()
+        try:
+            yield
+        finally:
+            to_training(self._optimizer)
+            for parameter, value in zip(self._parameters, stepped, strict=True):
+                parameter.detach().copy_(value)
+
+    def keep(self) -> None:
+        """Put the weights to keep into the model, for good."""
+        if self.keeps_others:
+            self._optimizer.eval()  # type: ignore[attr-defined] # it has one
 
     def pass_step(self) -> None:
         """Advance the schedule without a step.

@@ -110,6 +110,7 @@ def run(
         if folder is not None:
             save_last(folder, training)
             training.publish()
+        training.optimizer.keep()
     finally:
         observer.ended()
 

@@ -238,20 +238,23 @@ def save_last(folder: Path, training: Training) -> None:
         StateError: the disk is full or not writable.
     """
     image, number = training.image, training.round
-    if number:
+    if not number:
+        return
+    with training.optimizer.kept_weights():
         save_model(folder / MODEL, image, training.settings, round_number=number)
-    if number and has_adapter(image.model):
-        save_adapter(folder, image, training.settings, round_number=number)
+        if has_adapter(image.model):
+            save_adapter(folder, image, training.settings, round_number=number)
 
 
 def save_best(folder: Path, training: Training) -> None:
     """Keep the model of the last committed round, if it is the best one so far."""
     best = training.selection.best
     if best is not None and best.round == training.round:
-        save_model(
-            folder / BEST,
-            training.image,
-            training.settings,
-            round_number=training.round,
-            best={"metric": best.metric, "value": best.value, "round": best.round},
-        )
+        with training.optimizer.kept_weights():
+            save_model(
+                folder / BEST,
+                training.image,
+                training.settings,
+                round_number=training.round,
+                best={"metric": best.metric, "value": best.value, "round": best.round},
+            )

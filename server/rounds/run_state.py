@@ -95,6 +95,12 @@ class Training:
         self.test_examples = evaluation.server_test_examples(self.task, self.image, settings)
         self._num_test_left_out = 0
         self.optimizer = ServerOptimizer(self.image, settings.server_optimizer, settings.schedule)
+        if self.optimizer.keeps_others and settings.evaluation.on_devices:
+            raise SettingsError(
+                f"{settings.optimizer.kind} keeps other weights than it steps, and devices hold "
+                "the stepped ones: they would test those",
+                remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
+            )
         self.max_weight_per_example = max_weight_per_example(self.task)
         self._check_terms()
         self.target = Target(
@@ -394,9 +400,10 @@ class Training:
     def evaluate_on_server(self) -> evaluation.EvaluatedRound:
         """Test the model on the task's test examples; see ``evaluation.on_server``."""
         tell_round(self.task, self.round)
-        tested = evaluation.on_server(
-            self.task, self.image, self.test_examples, num_known=self._num_test_left_out
-        )
+        with self.optimizer.kept_weights():
+            tested = evaluation.on_server(
+                self.task, self.image, self.test_examples, num_known=self._num_test_left_out
+            )
         self._num_test_left_out = tested.num_test_left_out
         return tested
 

@@ -145,7 +145,8 @@ class ModelVersions(Observer):
 
     def _save(self, folder: Path, period: str, row: RoundRow, now: float) -> dict[str, Any]:
         file = folder / FOLDER / f"{period}.safetensors"
-        save_model(file, self._training.image, self._training.settings, round_number=row.round)
+        with self._training.optimizer.kept_weights():
+            save_model(file, self._training.image, self._training.settings, round_number=row.round)
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {

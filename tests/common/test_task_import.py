@@ -197,3 +197,14 @@ def test_an_example_that_lacks_a_package_names_the_extra() -> None:
     with pytest.raises(UnknownTask, match=r"line .*PIL") as found:
         find_task_class("examples/image_folder.py:ImageFolder")
     assert found.value.remedy.endswith("pip install 'headwater[examples]'")
+
+
+def test_a_package_installed_below_the_working_folder_is_no_file_of_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / ".venv" / "lib" / "site-packages"
+    write(packages / "an_installed_package", __init__=task())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(packages)
+    found = find_task_class("an_installed_package:Mine")
+    assert found.__module__ == "an_installed_package"
