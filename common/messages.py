@@ -38,6 +38,10 @@ Size = Annotated[float, Field(ge=1e-12, le=2**53)]
 Rate = Annotated[float, Field(gt=0, le=1e15)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
+GROUP = "group:"
+HeldOut = Annotated[str, Field(pattern=r"^(random|last|group:[^\x00-\x1f\x7f]{1,64})$")]
+"""Which examples a device holds out: at random, its last ones, or whole groups by a column."""
+
 StopReason = Literal[
     "quota",
     "finish",
@@ -138,6 +142,7 @@ class Plan(WireMessage):
         None, description="the round of this client's last update, if the server refused that one"
     )
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    held_out: HeldOut = "random"
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="fraction of the device's time that the quota assumes; not set where K is "
@@ -243,6 +248,7 @@ class DescribeRequest(WireMessage):
     num_parameters: Natural
     layout: str = Field("", description="the model's tensors, for common.model.mismatch")
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    held_out: HeldOut = "random"
     algorithm: AlgorithmLabel | None = None
     left_out: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="why the device, when described again, is excluded from the round"
@@ -401,6 +407,17 @@ class EvaluateReport(WireMessage):
     loss_sum: Finite
     metric_sums: MetricSums = Field(default_factory=dict)
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
+
+
+class HoldOut(Protocol):
+    """The fields of a plan or a request that say which examples the device holds out."""
+
+    @property
+    def run_seed(self) -> int: ...
+    @property
+    def held_out_fraction(self) -> float: ...
+    @property
+    def held_out(self) -> str: ...
 
 
 class ReportFields(Protocol):

@@ -181,7 +181,7 @@ def _add_pending(
             numbers=numbers_of_nothing(num_refused=plan.quota),
         )
     else:
-        owned, _ = trainer.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        owned, _ = trainer.split(identity, plan)
         norm = trainer.accumulator.gradient_norm()
         spans = trainer.image.layout.spans
         unmasked = unmasked_update(update, plan, spans=spans, num_owned=len(owned), norm=norm)

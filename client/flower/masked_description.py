@@ -202,9 +202,7 @@ def told_examples(request: DeviceRequest, plan: Plan) -> int | None:
     """
     if request.secure.aggregation != "off":
         return request.secure.declared_examples
-    training, _ = request.trainer.split(
-        request.identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction
-    )
+    training, _ = request.trainer.split(request.identity, plan)
     return len(training)
 
 

@@ -14,10 +14,11 @@ from headwater.common.additivity.opened_again import OTHER_SHARES, differs_again
 from headwater.common.additivity.trial_state import random_state
 from headwater.common.data.batches import SubsetView
 from headwater.common.data.client_datasets import ClientDatasets
+from headwater.common.data.columns import column_of
 from headwater.common.data.example_faults import whole_of
 from headwater.common.data.example_lengths import ExampleLengths, LengthRecord, length_record
 from headwater.common.errors import CountOutOfRange
-from headwater.common.messages import Plan
+from headwater.common.messages import GROUP, HoldOut, Plan
 from headwater.common.task import Examples, Task, open_train_examples
 
 log = logging.getLogger(__name__)
@@ -108,15 +109,26 @@ class ClientExamples:
             del self._records[next(iter(self._records))]
         return ExampleLengths(examples, record)
 
-    def split(
-        self, identity: Identity, *, run_seed: int, fraction: float
-    ) -> tuple[Examples, Examples]:
-        """Return the examples to train on and the held-out ones, a ``fraction`` of all."""
-        examples = self.of(identity)
+    def split(self, identity: Identity, terms: HoldOut) -> tuple[Examples, Examples]:
+        """Return the examples to train on and the held-out ones, by a plan or a request.
+
+        Raises:
+            MissingColumn: whole groups are held out, and the examples have no such column.
+        """
+        examples, fraction = self.of(identity), terms.held_out_fraction
         if fraction == 0:
             return examples, Subset(examples, [])  # type: ignore[arg-type]
+        groups_E = None
+        if terms.held_out.startswith(GROUP):
+            name = terms.held_out.removeprefix(GROUP)
+            groups_E = column_of(self._task, examples, name).codes_E
         held_out = held_out_positions(
-            len(examples), fraction=fraction, run_seed=run_seed, name=identity.name
+            len(examples),
+            fraction=fraction,
+            run_seed=terms.run_seed,
+            name=identity.name,
+            is_last=terms.held_out == "last",
+            groups_E=groups_E,
         )
         rest = sorted(set(range(len(examples))) - set(held_out))
         return Subset(examples, rest), Subset(examples, held_out)  # type: ignore[arg-type]
@@ -131,7 +143,7 @@ class ClientExamples:
         Raises:
             CountOutOfRange: the plan asks for more examples than a device can list.
         """
-        examples, _ = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        examples, _ = self.split(identity, plan)
         quota = plan.quota_of(len(examples))
         # With each example clipped by itself, the quota bounds what a round may spend.
         num_more = 0 if plan.is_private_by_example else plan.max_examples - plan.quota

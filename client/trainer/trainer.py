@@ -42,7 +42,14 @@ from headwater.client.training.sampler import SamplerState, Window
 from headwater.client.training.spool import Spool
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import BuffersChanged
-from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan, Update
+from headwater.common.messages import (
+    DescribeRequest,
+    DeviceReport,
+    EvaluateReport,
+    HoldOut,
+    Plan,
+    Update,
+)
 from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
@@ -130,11 +137,9 @@ class Trainer:
         """Return the lengths of a client's examples; None if these cannot differ in length."""
         return self._examples.lengths(self.examples(identity))
 
-    def split(
-        self, identity: Identity, *, run_seed: int, fraction: float
-    ) -> tuple[Examples, Examples]:
-        """Return the examples to train on and the held-out ones, a ``fraction`` of all."""
-        return self._examples.split(identity, run_seed=run_seed, fraction=fraction)
+    def split(self, identity: Identity, terms: HoldOut) -> tuple[Examples, Examples]:
+        """Return the examples to train on and the held-out ones, by a plan or a request."""
+        return self._examples.split(identity, terms)
 
     def numbers(
         self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int
@@ -260,9 +265,7 @@ class Trainer:
             ModelMismatch: the server's model has another layout.
         """
         self.loaded_model.check_layout(identity.name, request)
-        examples, _ = self.split(
-            identity, run_seed=request.run_seed, fraction=request.held_out_fraction
-        )
+        examples, _ = self.split(identity, request)
         chosen = self.precision.choose(request.precision, identity)
         # Where lengths differ, what a long example takes must be known before it comes.
         measures = request.wants_speed or self._examples.lengths(examples) is not None
@@ -391,7 +394,7 @@ class Trainer:
             NonFiniteUpdate: one of the sums is not finite, though each example's loss is.
             TaskFailed: every example raised an exception.
         """
-        _, held_out = self.split(identity, run_seed=plan.run_seed, fraction=plan.held_out_fraction)
+        _, held_out = self.split(identity, plan)
         local = self.load_local(identity, plan, store)
         if store is not None and local.round is not None:
             store.write(local, self.image.layout)  # the last round's step is no longer pending

@@ -276,15 +276,32 @@ def split(positions: Sequence[int], micro_batch_size: int) -> list[tuple[int, ..
 
 
 def held_out_positions(
-    num_examples: int, *, fraction: float, run_seed: int, name: str
+    num_examples: int,
+    *,
+    fraction: float,
+    run_seed: int,
+    name: str,
+    is_last: bool = False,
+    groups_E: NDArray[np.integer[Any]] | None = None,
 ) -> tuple[int, ...]:
     """Return the positions of the held-out examples: floor(fraction x examples) of them.
 
-    At least one example stays for training.
+    They are drawn, or ``is_last`` the last ones. ``groups_E`` numbers each example's group: whole
+    groups are drawn then, until they have so many examples or more. At least one example, or one
+    group, stays for training.
     """
     count = min(int(num_examples * fraction), num_examples - 1)
+    if is_last:
+        return tuple(range(num_examples - count, num_examples))
     generator = np.random.default_rng(seed_of("held out", run_seed, name))
-    return tuple(sorted(generator.permutation(num_examples)[:count].tolist()))
+    if groups_E is None:
+        return tuple(sorted(generator.permutation(num_examples)[:count].tolist()))
+    chosen_E = np.zeros(num_examples, dtype=np.bool_)
+    for group in generator.permutation(np.unique(groups_E))[:-1]:
+        if chosen_E.sum() >= count:
+            break
+        chosen_E |= groups_E == group
+    return tuple(np.flatnonzero(chosen_E).tolist())
 
 
 # Permutations.

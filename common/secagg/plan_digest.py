@@ -34,6 +34,7 @@ def plan_digest(plan: Plan) -> bytes:
             plan.precision,
             "none" if plan.algorithm is None else f"algorithm {plan.algorithm}",
             float(plan.held_out_fraction).hex(),
+            f"holds out {plan.held_out}",
             "no noise" if plan.privacy is None else f"noise {plan.privacy.text}",
             "all coordinates" if plan.compression is None else f"sends {plan.compression.text}",
             "weighed by data" if plan.weigh_as is not None else "weighed by what is summed",

@@ -367,6 +367,16 @@ class EvaluationSettings(Branch):
     held_out_fraction: float = setting(
         0.1, "share of a device's examples that is held out, if on_devices", on="", gt=0, lt=1
     )
+    held_out: Annotated[
+        str,
+        Field(pattern=r"^(random|last|group:[^\x00-\x1f\x7f]{1,64})$"),
+        Unit("random|last|group:COL"),
+    ] = setting(
+        "random",
+        "which: at random; its last ones, for time series; or whole groups by a column, such as "
+        "group:patient (docs/data.md)",
+        "--held-out",
+    )
     best: Criterion | None = setting(
         None,
         "also keep best.safetensors, the model of the best evaluated round, by a metric such as "
@@ -378,6 +388,13 @@ class EvaluationSettings(Branch):
     patience: Count | None = setting(
         None, "evaluations without improvement after which stop_when ends the run; not set: 10"
     )
+
+    @field_validator("held_out")
+    @classmethod
+    def _check_held_out(cls, chosen: str, info: ValidationInfo) -> str:
+        if chosen != "random" and not info.data.get("on_devices"):
+            raise ValueError("devices hold out examples with --evaluate-on-devices alone")
+        return chosen
 
     @field_validator("patience")
     @classmethod

@@ -42,6 +42,7 @@ def plans_of(
         "precision": chosen.precision,
         "algorithm": label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
+        "held_out": settings.evaluation.held_out,
         "is_masked": settings.secure.aggregation != "off",
         "compression": settings.compression.terms,
         "frozen": frozen,

@@ -162,6 +162,7 @@ class RoundPlanner:
             num_parameters=self.layout.num_parameters,
             layout=self.layout.text,
             held_out_fraction=held_out_fraction(self.settings.evaluation),
+            held_out=self.settings.evaluation.held_out,
             algorithm=self.settings.algorithm.label,
             left_out=left_out,
             frozen=self.frozen,

@@ -163,6 +163,7 @@ def _data_settings(chosen: Settings) -> dict[str, Any]:
         "simulation.clients": chosen.simulation.clients,
         "simulation.data": chosen.simulation.model_dump(mode="json")["data"],
         "held_out_fraction": held_out_fraction(chosen.evaluation),
+        "held_out": chosen.evaluation.held_out,
         "partition.kind": chosen.partition.kind,
         "partition.examples_per_device": chosen.partition.examples_per_device,
     }

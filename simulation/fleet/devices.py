@@ -177,9 +177,7 @@ class Devices:
         """Return the examples that a device trains on: all without the held-out ones."""
         if plan.held_out_fraction == 0:
             return self.examples(part)
-        training, _ = self.trainer.split(
-            self.identity(part), run_seed=plan.run_seed, fraction=plan.held_out_fraction
-        )
+        training, _ = self.trainer.split(self.identity(part), plan)
         return training
 
     def num_training_examples(self, parts: Ints, plan: Plan) -> Ints:

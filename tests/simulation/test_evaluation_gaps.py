@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
+from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
 from headwater.server.operations.progress import print_result
 from headwater.server.operations.round_log import read_rows
@@ -80,7 +81,15 @@ def num_held_out_nan() -> int:
     """Return how many of device 0's NaN rows are among those that it holds out."""
     trainer = Trainer(f"{HERE}:Gaps", batch_norm=None, check_task=False)
     one = Identity(name="0", data=None, part=0, num_parts=2)
-    _, held_out = trainer.split(one, run_seed=0, fraction=0.5)
+    chosen = Plan(
+        round=1,
+        run_seed=0,
+        model_version=0,
+        quota=1,
+        micro_batch_size=1,
+        held_out_fraction=0.5,
+    )
+    _, held_out = trainer.split(one, chosen)
     return sum(bool(held_out[at][0].isnan().any()) for at in range(len(held_out)))
 
 

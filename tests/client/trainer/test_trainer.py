@@ -211,7 +211,8 @@ def test_measuring_the_speed_leaves_no_gradient() -> None:
 
 def test_held_out_examples_are_never_trained_on() -> None:
     home = trainer()
-    train, apart = home.split(identity(0), run_seed=3, fraction=0.25)
+    chosen = plan().model_copy(update={"run_seed": 3, "held_out_fraction": 0.25})
+    train, apart = home.split(identity(0), chosen)
     assert (len(train), len(apart)) == (18, 6)
     rows = {tuple(torch.cat([part.flatten() for part in train[n]]).tolist()) for n in range(18)}
     whole = home.examples(identity(0))

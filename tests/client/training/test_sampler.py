@@ -302,6 +302,32 @@ def test_held_out_examples_are_the_fraction_rounded_down_and_leave_one(
     assert set(apart) <= set(range(num_examples))
 
 
+@given(NUM_EXAMPLES, st.floats(0, 1, exclude_max=True))
+def test_the_last_examples_are_held_out_if_that_is_asked(
+    num_examples: int, fraction: float
+) -> None:
+    apart = held_out_positions(num_examples, fraction=fraction, run_seed=0, name="pi", is_last=True)
+    count = min(int(num_examples * fraction), num_examples - 1)
+    assert list(apart) == list(range(num_examples - count, num_examples))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.floats(0, 1, exclude_max=True))
+def test_whole_groups_are_held_out_until_they_have_enough_and_one_stays(
+    groups: list[int], fraction: float
+) -> None:
+    groups_E = np.array(groups)
+    chosen: dict[str, Any] = {"fraction": fraction, "run_seed": 0, "name": "pi"}
+    apart = held_out_positions(len(groups), **chosen, groups_E=groups_E)
+    held = {groups[at] for at in apart}
+    assert set(apart) == {at for at, group in enumerate(groups) if group in held}
+    assert held != set(groups)
+    count = int(len(groups) * fraction)
+    assert len(apart) >= count or len(held) == len(set(groups)) - 1
+    if held:  # without the last of them there were too few
+        sizes = [groups.count(group) for group in held]
+        assert len(apart) - max(sizes) < count
+
+
 # A window that ends early, whose examples were used in any order within an epoch.
 
 

@@ -57,6 +57,7 @@ def test_plans_for_another_unit_of_privacy_have_other_digests() -> None:
         {"precision": "bfloat16"},
         {"algorithm": "none"},
         {"held_out_fraction": 0.1},
+        {"held_out": "last"},
         {"weigh_as": 8},
         {"privacy": TERMS},
     ],
