@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headwater.common.bundled_examples import existing_or_bundled
+from headwater.common.bundled_examples import existing_or_bundled, expanded
 from headwater.common.errors import UnknownTask
 from headwater.common.task_import import (
     explained,
@@ -81,7 +81,7 @@ def source_file(spec: str) -> Path | None:
     """Return the file that a spec names, without importing it; None if there is none."""
     place, _ = split_spec(spec)
     if _is_path(place):
-        file = existing_or_bundled(Path(place).expanduser())
+        file = existing_or_bundled(expanded(place))
         return file if file.is_file() else None
     module = module_of_name(place)
     return None if module is None or not module.file.is_file() else module.file
@@ -93,7 +93,7 @@ def _is_path(place: str) -> bool:
 
 
 def _existing_file(place: str) -> Path:
-    path = existing_or_bundled(Path(place).expanduser())
+    path = existing_or_bundled(expanded(place))
     if path.is_file():
         if path.suffix != ".py":
             raise UnknownTask(f"{place} is not a Python file")

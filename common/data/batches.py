@@ -72,8 +72,13 @@ def batch_of(task: Task, examples: Examples, positions: Sequence[int] | NDArray[
     collate = getattr(task, "collate", torch.utils.data.default_collate)
     fetch_all = getattr(examples, "__getitems__", None)
     if fetch_all is not None:
-        return collate(fetch_all(rows.tolist()))
-    return collate([examples[position] for position in rows.tolist()])
+        return collate([_own(one) for one in fetch_all(rows.tolist())])
+    return collate([_own(examples[position]) for position in rows.tolist()])
+
+
+def _own(example: Any) -> Any:
+    """Return a copy of a dict or list: a ``collate`` may pop from it what the data set keeps."""
+    return example.copy() if type(example) in (dict, list) else example
 
 
 class UnsupportedBatch(Exception):

@@ -6,6 +6,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from headwater.common.bundled_examples import expanded
 from headwater.common.errors import MissingData
 from headwater.common.wording import natural
 
@@ -44,7 +45,7 @@ def find_data(data: str | Sequence[str], *, source: str, folder: Path) -> tuple[
 
 
 def _path(data: str, folder: Path) -> Path:
-    return folder / Path(data).expanduser()
+    return folder / expanded(data)
 
 
 def _nothing_found(data: str, path: Path, source: str) -> MissingData:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from headwater.common.bundled_examples import expanded
 from headwater.common.errors import (
     LocalParametersMissing,
     ModelMismatch,
@@ -144,7 +145,7 @@ def load_model(
     forget_changed_modules()
     file = model_file(Path(path))
     record, state = read_model(file)
-    device_file = None if local is None else Path(local).expanduser()
+    device_file = None if local is None else expanded(local)
     return load_module(task_of(task, record, file), record, state, file, local=device_file)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import ValidationInfo, field_validator
 
+from headwater.common.bundled_examples import expanded
 from headwater.common.settings.fields import (
     DEVICE,
     RUN,
@@ -185,5 +186,5 @@ class ClientSettings(Branch):
         """The folder for the device's position; by default where XDG puts state."""
         if self.state is not None:
             return self.state
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        base = os.environ.get("XDG_STATE_HOME") or expanded("~/.local/state")
         return Path(base) / "headwater"

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest

@@ -69,3 +69,13 @@ def test_a_plain_list_of_examples_is_collated() -> None:
     values, numbers = batch_of(TwoLayers(), rows, [3, 1])
     assert torch.equal(values, torch.tensor([[3.0], [1.0]]))
     assert numbers.tolist() == [3, 1]
+
+
+def test_a_collate_may_pop_from_the_examples_that_the_data_set_keeps() -> None:
+    class Popping(TwoLayers):
+        def collate(self, examples: Any) -> Any:
+            return [(one.pop("x"), one.pop("y")) for one in examples]
+
+    kept: Any = [{"x": number, "y": -number} for number in range(3)]
+    first = batch_of(Popping(), kept, (0, 2))
+    assert first == batch_of(Popping(), kept, (0, 2)) == [(0, 0), (2, -2)]
