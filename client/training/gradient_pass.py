@@ -32,7 +32,10 @@ from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 
-GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
+GRADIENT_FAULT = ExampleFault(
+    "its gradient is NaN or infinite, though its loss is finite (nansum, or a mask after the loss, "
+    "hides a NaN in the loss alone: replace it before the loss)"
+)
 CHANGING_FAULT = ExampleFault("its micro-batch gives NaN now and then: the data set is random")
 MICRO_BATCH_FAULT = ExampleFault("its micro-batch raises, or has a loss that is not finite")
 TOGETHER_FAULT = ExampleFault("the sum overflows in its micro-batch, though not alone")

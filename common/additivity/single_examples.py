@@ -39,7 +39,10 @@ from headwater.common.user_code import is_allocation_failure
 NUM_COMPARED, NUM_TRIED = 4, 16
 SCALE = 64.0  # of a loss: a sum over so many examples has gradients of this size
 
-GRADIENT_FAULT = ExampleFault("its gradient is NaN or infinite, though its loss is finite")
+GRADIENT_FAULT = ExampleFault(
+    "its gradient is NaN or infinite, though its loss is finite (nansum, or a mask after the loss, "
+    "hides a NaN in the loss alone: replace it before the loss)"
+)
 
 MayTrainOn = Callable[[int], bool]
 """Returns whether a batch of so many examples may be trained on, after one example was."""
