@@ -80,7 +80,9 @@ def test_with_local_steps_there_is_still_one_line_a_round(
     LeftOutLog().note(chosen, local_sum.total, context)
     line, *_ = [record.message for record in caplog.records]
     assert "12 of 24 examples cannot be trained on" in line
-    assert "4: its gradient is NaN or infinite, though its loss is finite (nansum, or a mask" in line
+    assert (
+        "4: its gradient is NaN or infinite, though its loss is finite (nansum, or a mask" in line
+    )
 
 
 @pytest.mark.parametrize("kind", [NAN_LOSS, NAN_GRADIENT, RAISES_FORWARD])
