@@ -20,6 +20,7 @@ from torch import Tensor, nn
 # Losses of one batch in two calls; threads may add in another order.
 TOLERANCE = 1e-5
 MAX_NAMES = 3
+MAX_ITEMS = 64  # of a list, a tuple or a dict, that are looked at
 OF_MODULES = frozenset(vars(nn.Module()))
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -32,14 +33,15 @@ def changed_attributes(
     ``loss_of_call`` runs the task on one batch. None if two calls with the same random numbers give
     the same loss. No name if they do not, and nothing is seen to change but a random generator.
     """
-    before = dict(_attributes(task, model))
+    held: list[object] = []  # else a new object may have the id of one that was freed
+    before = dict(_attributes(task, model, held))
     with same_random_numbers() as restart:
         first = loss_of_call()
         restart()
         second = loss_of_call()
     if abs(first - second) <= TOLERANCE * max(abs(first), abs(second)) or first != first:
         return None
-    after = dict(_attributes(task, model))
+    after = dict(_attributes(task, model, held))
     names = [name for name in after if after[name] != before.get(name)]
     return tuple(names[:MAX_NAMES])
 
@@ -63,26 +65,33 @@ def same_random_numbers() -> Iterator[Callable[[], None]]:
         restart()
 
 
-def _attributes(task: object, model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield each attribute by its name, with a value that differs once it has changed."""
+def _attributes(task: object, model: nn.Module, held: list[object]) -> Iterator[tuple[str, object]]:
+    """Yield each attribute by its name, with a value that differs once it has changed.
+
+    ``held`` gets the objects whose ids are in these values.
+    """
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_MODULES and not isinstance(value, GENERATORS):
-                yield f"{prefix}.{name}".lstrip("."), _mark(value)
+                yield f"{prefix}.{name}".lstrip("."), _mark(value, held)
     for name, value in getattr(task, "__dict__", {}).items():
         if not isinstance(value, (nn.Module, *GENERATORS)):
-            yield f"{type(task).__name__}.{name}", _mark(value)
+            yield f"{type(task).__name__}.{name}", _mark(value, held)
 
 
-def _mark(value: Any) -> object:
+def _mark(value: Any, held: list[object], depth: int = 3) -> object:
     """Return what tells a value from itself after a change; big objects are told by their size."""
+    held.append(value)
     if isinstance(value, Tensor):
         return id(value), value._version, tuple(value.shape)
     if isinstance(value, np.ndarray):
         return id(value), value.shape, value.tobytes() if value.nbytes < 1 << 16 else None
     if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
         return value
-    if isinstance(value, list | tuple | set | frozenset | dict):
-        inner = tuple(_mark(item) for item in [*value][:64]) if not isinstance(value, dict) else ()
-        return len(value), inner
-    return id(value), len(value) if hasattr(value, "__len__") else None
+    if isinstance(value, list | tuple | set | frozenset | dict) and depth:
+        items = [*(value.values() if isinstance(value, dict) else value)][:MAX_ITEMS]
+        return len(value), tuple(_mark(item, held, depth - 1) for item in items)
+    try:
+        return id(value), len(value)
+    except Exception:  # it has no length, as a class has none, or does not tell it
+        return id(value), None

@@ -63,8 +63,8 @@ def cross_entropy(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
 
 def check(loss: LossOf, examples: Any = None, task: Task | None = None) -> list[str]:
     torch.manual_seed(0)
-    model = Net().train()
     chosen = task or Task(loss)
+    model = chosen.new_model().train()
     singles = SingleExamples(chosen, model, ExampleCache(chosen, examples or data()))
     singles.add(range(NUM_EXAMPLES), lambda _: True)
     comparison = Comparison(singles)
@@ -154,6 +154,38 @@ def test_state_outside_of_buffers_that_changes_the_next_loss_is_refused_by_name(
 ) -> None:
     with pytest.raises(HiddenState, match=f": {name} changes with each call"):
         check(loss)
+
+
+class Recurrent(nn.Module):
+    """Begins each sequence where the last one of its batch ended."""
+
+    def __init__(self, *, kept_in: type | None) -> None:
+        super().__init__()
+        self.kept_in, self.state = kept_in, None if kept_in is None else kept_in()
+        self.cells, self.head = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        held = self.state["h"] if isinstance(self.state, dict) and self.state else self.state
+        begins_anew = not isinstance(held, Tensor) or held.shape[1] != len(inputs)
+        outputs, last = self.cells(inputs[:, None], None if begins_anew else held)
+        self.state = last.detach() if self.kept_in is None else {"h": last.detach()}
+        logits: Tensor = self.head(outputs[:, -1])
+        return logits
+
+
+@pytest.mark.parametrize("kept_in", [None, dict])
+def test_a_hidden_state_that_is_kept_between_batches_is_refused_by_name(
+    kept_in: type | None,
+) -> None:
+    class Kept(Task):
+        def new_model(self) -> nn.Module:
+            return Recurrent(kept_in=kept_in)
+
+    def loss(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(model(inputs), labels, reduction="sum")
+
+    with pytest.raises(HiddenState, match=": state changes with each call"):
+        check(loss, task=Kept(loss))
 
 
 def test_a_task_that_counts_its_own_calls_is_refused_by_name() -> None:
