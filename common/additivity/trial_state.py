@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headwater.common.model.parameters import RANDOM_NUMBERS
 from headwater.common.model.vectors import squared_norm
 
 
@@ -21,20 +22,21 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
     Gradients that it had are zero afterwards.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    parameters = list(model.parameters())
-    without = [parameter for parameter in parameters if parameter.grad is None]
-    state = torch.get_rng_state()
-    model.train()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-        for parameter in without:
-            parameter.grad = None
-        zero_gradients(parameters)
-        torch.set_rng_state(state)
+    with RANDOM_NUMBERS:  # a model that is built meanwhile draws from torch's generator too
+        modes = [(module, module.training) for module in model.modules()]
+        parameters = list(model.parameters())
+        without = [parameter for parameter in parameters if parameter.grad is None]
+        state = torch.get_rng_state()
+        model.train()
+        try:
+            yield
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+            for parameter in without:
+                parameter.grad = None
+            zero_gradients(parameters)
+            torch.set_rng_state(state)
 
 
 def zero_gradients(parameters: Iterable[Tensor]) -> None:

@@ -44,7 +44,7 @@ RELEASED_BYTES = 16 << 20
 _HELD: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 # torch's generator is the whole process's: a server and clients may begin in threads of one.
-_BUILDING = threading.RLock()
+RANDOM_NUMBERS = threading.RLock()
 Build = Callable[[Callable[[], nn.Module]], nn.Module]
 """Calls a function that builds a model, and returns the model."""
 
@@ -260,7 +260,7 @@ def build_model(
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
         TaskFailed, TaskError: ``new_model`` raised an exception, or returned no module.
     """
-    with _BUILDING:
+    with RANDOM_NUMBERS:
         torch.manual_seed(seed)
         build = partial(built_model, task)
         model = _own(build() if within is None else within(build))

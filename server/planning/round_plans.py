@@ -89,6 +89,8 @@ class RoundPlanner:
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
+    is_simulated: bool = False
+    """Whether the clients' clocks are a simulator's: then unlike shares are what was asked for."""
     round_seconds: float = 0.0
     """What the last round's training took; 0 before the first and on a virtual clock."""
     _bounded: set[str] = field(default_factory=set)
@@ -417,7 +419,8 @@ class RoundPlanner:
             for name in sorted(below, key=natural)[:MAX_NAMES]
         ]
         more = "" if len(below) <= MAX_NAMES else ", ..."
-        log.warning(
+        log.log(
+            logging.INFO if self.is_simulated else logging.WARNING,
             "round %d: %s of %s with less than %g of an even share of the examples (%s%s): as slow "
             "as they are, more would make the round over 5 %% longer; set K for equal shares "
             "(--accumulation-steps), a larger --effective-batch-size, or --weighting dataset",

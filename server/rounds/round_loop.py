@@ -300,6 +300,7 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch
     Their descriptions may have changed when the next round is planned.
     """
     planner, needed = training.planner, training.settings.num_clients_needed
+    planner.is_simulated = fleet.has_virtual_clock
     clients = fleet.describe(
         planner.describe_request(),
         min_clients=needed,
