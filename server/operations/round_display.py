@@ -265,7 +265,7 @@ def stops(row: RoundRow) -> str:
 
     Of a masked or private round only the devices know.
     """
-    early = Counter(reason for reason in row.stop_reasons if reason not in ON_TIME)
+    early = Counter(printable_name(one) for one in row.stop_reasons if one not in ON_TIME)
     if not early:
         return ""
     why = ", ".join(f"{reason} {number}" for reason, number in early.most_common())
