@@ -73,7 +73,7 @@ def plans(text: str) -> str:
 def progress(text: str) -> str:
     display = RoundDisplay(Settings(task="x"), clock=time.monotonic)
     display.on_round(hostile_row(text))
-    return display.round_line(hostile_row(text)) + "".join(map(rendered, display.block(200)))
+    return display.round_line(hostile_row(text)) + "".join(map(rendered, display.block(400)))
 
 
 def table_of_devices(text: str) -> str:
