@@ -70,7 +70,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "unknown optimizer": (
         [*GOOD, "--optimizer", "adamm"],
         "SettingsError",
-        ["'adamm'", "adamw"],
+        ["'adamm'", "AdamW"],
     ),
     "a deadline that the planner cannot keep": (
         [*GOOD, "--deadline", "1e-9"],
