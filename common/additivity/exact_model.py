@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwater.common.additivity.sums import Sums
 from headwater.common.task import Task, loss_sum_alone
 
-MAX_PARAMETERS = 1 << 22  # 32 MiB of float64
+MAX_PARAMETERS = 1 << 18  # 2 MiB of float64: a device short of memory keeps what a heap has had
 # Parts of a model may compute in float32 all the same, as normalisations of language models do.
 TOLERANCE = 2.0**-19
 
