@@ -46,8 +46,8 @@ assert 2 * MAX_METRICS == MAX_SCALARS - 32
 # Per unit of weight.
 MAX_LOSS = 2.0**20
 MAX_SQUARE = 2.0**20
-WIDE_FACTOR = 2.0**60
-"""Of the wide bounds: a loss up to 10^24, of an example, resolved to 10^6 and better."""
+WIDE_FACTOR = 2.0**40
+"""Of the wide bounds: a mean loss up to 2^60, in steps of a quarter or less at the planned weight."""
 MAX_TENSORS = 1 << 24
 
 

@@ -39,6 +39,12 @@ class Prices:
         return squares, len(inputs), {"squared_error": squares.detach()}
 
 
+class Hundreds(Prices):
+    """Losses of a few millions, little beyond the fine bound of 2^20."""
+
+    factor = 1.5e3
+
+
 class Tiny(Prices):
     """The same of 10^-6."""
 
@@ -84,7 +90,7 @@ def masked(task: type[Prices], rate: float, **secure: Any) -> headwater.Run:
 
 
 @pytest.mark.parametrize(("ring_bits", "tolerance"), [(32, 1e-5), (16, 2e-3)])
-@pytest.mark.parametrize("task", [Prices, Tiny])
+@pytest.mark.parametrize("task", [Prices, Hundreds, Tiny])
 def test_a_masked_run_on_unscaled_targets_takes_the_steps_of_plain_pytorch(
     task: type[Prices], ring_bits: int, tolerance: float
 ) -> None:
