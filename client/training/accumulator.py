@@ -3,9 +3,9 @@
 Autograd adds into an existing ``param.grad`` in place. Summing K micro-batches therefore needs no
 copy, no optimizer and no division: after the last backward pass the vector is the update.
 
-Each slice has a version counter of its own, which torch raises with every addition. So a parameter
-that no loss used, whose gradient would be None in a plain loop, is told from one whose gradient is
-zero, at no cost in a pass.
+Each slice has a version counter of its own, which torch raises with every addition. The counter
+distinguishes a parameter that no loss used, whose gradient is None in a plain loop, from one whose
+gradient is zero, at no cost in a pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A float64 copy of a model, in which sums are compared more sharply than float32 allows.
 
 A term that is a thousandth of the loss, such as a contrastive or a load-balancing one, is below
-what float32's rounding explains. A model or a task that cannot compute in float64 is compared in
-float32.
+what float32's rounding explains. A model that is large or cannot compute in float64, or whose task
+cannot, is compared in float32.
 """
 
 from __future__ import annotations

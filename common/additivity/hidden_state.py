@@ -3,7 +3,7 @@
 A counter in an attribute, a moving average as a plain tensor or a cache make a loss depend on the
 calls before it, and so on how the examples are cut. The same batch then gives another loss a second
 time, though the random numbers are the same. A generator of the model's own does that as well: it
-is no fault, and is told by its type.
+is no fault, and its type shows it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _attributes(task: object, model: nn.Module, held: list[object]) -> Iterator[
 
 
 def _mark(value: Any, held: list[object], depth: int = 3) -> object:
-    """Return what tells a value from itself after a change; big objects are told by their size."""
+    """Return a mark of a value that differs after a change; of a big object its size."""
     held.append(value)
     if isinstance(value, Tensor):
         return id(value), value._version, tuple(value.shape)

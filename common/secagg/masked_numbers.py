@@ -47,7 +47,7 @@ assert 2 * MAX_METRICS == MAX_SCALARS - 32
 MAX_LOSS = 2.0**20
 MAX_SQUARE = 2.0**20
 WIDE_FACTOR = 2.0**40
-"""Of the wide bounds: a mean loss up to 2^60, in steps of a quarter or less at the planned weight."""
+"""Of the wide bounds: a mean loss up to 2^60, in steps of at most 1/4 at the planned weight."""
 MAX_TENSORS = 1 << 24
 
 

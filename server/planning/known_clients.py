@@ -36,9 +36,9 @@ class KnownClients:
     _untold: set[str] = field(default_factory=set)
     """Clients without a number of examples, in a run that weighs updates by it."""
     _measured_again: dict[str, int] = field(default_factory=dict)
-    """How often each client of masked rounds was asked to measure its speed again."""
+    """The number of requests to each client of masked rounds to measure its speed again."""
     _awaited_speed: set[str] = field(default_factory=set)
-    """Clients that were asked, and have not described themselves since."""
+    """Clients with such a request that have not described themselves since."""
     _is_resumed: bool = False
     """Whether the next round is the first one after ``restore``."""
 
@@ -109,7 +109,7 @@ class KnownClients:
     def to_measure(self, names: Iterable[str], *, round_number: int) -> list[str]:
         """Return which of these clients are to measure their speed again after this round.
 
-        A masked update tells no speed, so one bad measurement would last. A client is asked after
+        A masked update tells no speed, so one bad measurement would last. Requests go out after
         rounds 2, 4, 8 and so on: a slow machine is not measured more often than needed.
         """
         due = [

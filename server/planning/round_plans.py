@@ -90,7 +90,7 @@ class RoundPlanner:
     known: KnownClients = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     is_simulated: bool = False
-    """Whether the clients' clocks are a simulator's: then unlike shares are what was asked for."""
+    """Whether the clients' clocks are a simulator's: the fleet file then sets unlike speeds."""
     round_seconds: float = 0.0
     """What the last round's training took; 0 before the first and on a virtual clock."""
     _bounded: set[str] = field(default_factory=set)

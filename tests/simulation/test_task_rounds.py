@@ -1,4 +1,4 @@
-"""A task is told the round, on the server and on devices, in every way to compute."""
+"""A task gets the round's number, on the server and on devices, in every way to compute."""
 
 from __future__ import annotations
 
