@@ -18,6 +18,7 @@ from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import FirstSumClipped, RoundAborted
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
+from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
@@ -221,7 +222,8 @@ class MaskedRounds:
         total, was_blind = sums.total(), self._encoding.is_blind
         done, self._encoding = decode_sum(total, self._encoding, room=room)
         if done.num_clipped:
-            self._note_clipped(plan, done.num_clipped, total, is_first=was_blind)
+            is_guess = was_blind and ring_bits != WIDE_RING and plan.privacy is None
+            self._note_clipped(plan.round, done.num_clipped, total, is_guess=is_guess)
         self.summed_at = model_digest
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
@@ -234,18 +236,18 @@ class MaskedRounds:
         return done
 
     def _note_clipped(
-        self, plan: Plan, num_clipped: int, total: UnmaskedSum, *, is_first: bool
+        self, number: int, num_clipped: int, total: UnmaskedSum, *, is_guess: bool
     ) -> None:
-        """Warn of a sum with clipped numbers; a first one is no measure, and takes no step.
+        """Warn of a sum with clipped numbers; at bounds that were a guess it takes no step.
 
         Raises:
-            FirstSumClipped: no sum was known before, and its bound was a guess.
+            FirstSumClipped: no sum was known before, and the ring is too small for any gradient.
         """
-        number = len(total.survived) * (len(total.vector_P) + len(total.numbers))
-        found = f"round {plan.round}: {num_clipped:,} of {number:,} masked numbers were clipped"
-        if is_first and plan.privacy is None:
+        num_masked = len(total.survived) * (len(total.vector_P) + len(total.numbers))
+        found = f"round {number}: {num_clipped:,} of {num_masked:,} masked numbers were clipped"
+        if is_guess:
             raise FirstSumClipped(f"{found} at the bound of a run without a sum so far")
-        log.warning("%s: the sum is off by what was beyond their bounds, which double now", found)
+        log.warning("%s: the sum is off by what was beyond their bounds, which widen now", found)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""

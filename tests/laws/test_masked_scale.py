@@ -45,6 +45,12 @@ class Hundreds(Prices):
     factor = 1.5e3
 
 
+class Beyond(Prices):
+    """Gradients beyond 2^36, the bound of the first sum."""
+
+    factor = 1e12
+
+
 class Tiny(Prices):
     """The same of 10^-6."""
 
@@ -114,3 +120,15 @@ def test_clipped_numbers_are_in_the_round_s_line_and_row(
     clipped = [row for row in run.history if row.num_clipped]
     assert clipped
     assert "masked numbers were clipped" in caplog.text
+
+
+def test_a_first_sum_beyond_the_widest_bound_takes_a_step_that_is_said_to_be_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """To repeat it would ask devices of few examples to mask most of them twice at one model."""
+    caplog.set_level("WARNING")
+    run = masked(Beyond, 1e-3)
+    assert [row.round for row in run.history] == [1, 2, 3]
+    assert run.history[0].num_clipped > 0
+    assert "the sum is off by what was beyond their bounds" in caplog.text
+    assert all(bool(values.isfinite().all()) for values in run.model.parameters())
