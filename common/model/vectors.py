@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,4 +46,6 @@ def bit_sum(values: Tensor) -> int:
 
     Torch counts changes in a tensor's version, but not those through ``.data``.
     """
-    return int(values.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64))
+    # torch's sum of int32 as int64 copies all of it first.
+    bits = values.detach().reshape(-1).numpy().view(np.int32)
+    return int(np.add.reduce(bits, dtype=np.int64))

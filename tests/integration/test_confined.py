@@ -18,7 +18,7 @@ def kinds() -> list[object]:
 @pytest.mark.parametrize("by", kinds())
 def test_a_device_in_little_memory_loses_nothing(by: str) -> None:
     """``run`` itself raises if a device was killed, or ended with an error."""
-    fleet = [Confinement(memory_bytes=470 * MB, by=by), Confinement()]  # type: ignore[arg-type]
+    fleet = [Confinement(memory_bytes=450 * MB, by=by), Confinement()]  # type: ignore[arg-type]
     figures = run(fleet, num_rounds=3, plan=PLAN)
     assert figures["dropouts"] == 0
     assert figures["lost_micro_batches"] == 0
