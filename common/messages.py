@@ -258,11 +258,24 @@ class DescribeRequest(WireMessage):
     )
 
 
+class DataShare(WireMessage):
+    """Which data a device has."""
+
+    part: Natural
+    num_parts: Annotated[int, Field(ge=1, le=2**53)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None = Field(
+        None, description="of a few examples, keyed with the run's seed; None: they have none"
+    )
+
+
 class DeviceReport(WireMessage):
     """A device's description of itself."""
 
     name: Name
     num_examples: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
+        None, description="None: a device that requires masks does not tell it"
+    )
+    data: DataShare | None = Field(
         None, description="None: a device that requires masks does not tell it"
     )
     layout_digest: str

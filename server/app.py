@@ -23,6 +23,7 @@ from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import check_beginning
 from headwater.server.rounds.run_state import Training
+from headwater.server.same_data.same_data import SameData
 from headwater.server.succession.model_versions import ModelVersions
 from headwater.server.tracking.trackers import trackers
 
@@ -75,7 +76,8 @@ def server_app(
             refusal_of_branch=refusal_of_branch(settings),
         )
         versions = ModelVersions(own.training)
-        observers = Observers(RoundLog(), ReportWriter(), versions, *own.trackers, observer)
+        written = RoundLog(), ReportWriter()
+        observers = Observers(*written, SameData(), versions, *own.trackers, observer)
         run(
             own.training,
             fleet,

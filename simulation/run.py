@@ -24,6 +24,7 @@ from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
+from headwater.server.same_data.same_data import SameData
 from headwater.server.tracking.trackers import trackers
 from headwater.server.transport.device_records import Stages
 from headwater.server.tree.aggregator import Aggregator
@@ -123,7 +124,7 @@ def _run_in_process(
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
         reports = [RoundLog(draws_curves=has_report), *([ReportWriter()] if has_report else [])]
-        observers = Observers(*reports, *tracking, observer)
+        observers = Observers(*reports, SameData(), *tracking, observer)
         run(
             training,
             fleet if settings.simulation.aggregators == 1 else tree_of(fleet, training),

@@ -25,6 +25,7 @@ from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
+from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
@@ -43,6 +44,7 @@ from headwater.client.training.spool import Spool
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import BuffersChanged
 from headwater.common.messages import (
+    DataShare,
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
@@ -59,6 +61,8 @@ log = logging.getLogger(__name__)
 
 # Clients of one process on whose examples a task is checked: one may have none of a kind.
 NUM_CHECKED = 4
+# Of how many clients of a process the data is compared; a task that ignores part shows in two.
+NUM_SHARES = 16
 
 Trial = Callable[[TrainingContext], None]
 """A trial on a client's first examples, beside the task's check; it raises what it finds."""
@@ -102,6 +106,7 @@ class Trainer:
         self.checkpointed = CheckpointedClients(self.image)
         self._own = OwnParameters(self.image, lambda seed: self._built(seed=seed))
         self._num_unchecked = NUM_CHECKED if check_task else 0
+        self._num_shares = NUM_SHARES
         self._is_undecided = False
         self.first_check: CheckReport | None = None
         """The report of the task's check; None before it, or if it is off."""
@@ -274,6 +279,7 @@ class Trainer:
         return DeviceReport(
             name=identity.name,
             num_examples=len(examples),
+            data=self._share(identity, request),
             layout_digest=self.image.layout.digest,
             cores=hardware.cores(),
             vitals=hardware.vitals(),
@@ -282,6 +288,13 @@ class Trainer:
             fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
             precision=chosen,
         )
+
+    def _share(self, identity: Identity, request: DescribeRequest) -> DataShare | None:
+        """Return which data a client has; None beyond the first clients of a process."""
+        if not self._num_shares:
+            return None
+        self._num_shares -= 1
+        return data_share(identity, self.examples(identity), run_seed=request.run_seed)
 
     def _trial_context(self, identity: Identity) -> TrainingContext:
         machine = self.machine or ThisMachine()

@@ -20,13 +20,17 @@ OTHER_SHARES = (
 )
 
 
+def compared_positions(num_examples: int) -> list[int]:
+    """Return five positions of so many examples, evenly spaced; fewer if there are fewer."""
+    return sorted({num_examples * at // NUM_COMPARED for at in range(NUM_COMPARED)})
+
+
 def differs_again(first: Examples, again: Examples) -> bool:
     """Return whether examples that were opened twice differ, in number or at five positions."""
     if len(first) != len(again):
         return True
-    positions = {len(first) * at // NUM_COMPARED for at in range(NUM_COMPARED)}
     with same_random_numbers() as restart:
-        for position in sorted(positions):
+        for position in compared_positions(len(first)):
             try:
                 restart()
                 one = first[position]

@@ -1,0 +1,1 @@
+"""Devices that have the same data, or parts of another division."""
