@@ -103,7 +103,8 @@ class SumOfGradients(FedAvg):
 
         Raises:
             BatchDependentLayer, UnsupportedModel: see ``ModelImage``.
-            SettingsError: torch has no such optimizer, or the optimizer no such argument.
+            SettingsError: torch has no such optimizer, the optimizer no such argument, or it keeps
+                other weights than it steps.
         """
         super().__init__(
             fraction_train=fraction_train,
@@ -132,6 +133,12 @@ class SumOfGradients(FedAvg):
         self._optimizer = ServerOptimizer(
             self._image, chosen, schedule or settings.ScheduleSettings()
         )
+        if self._optimizer.keeps_others:
+            raise SettingsError(
+                f"{chosen.kind} steps some weights and keeps others (it has train and eval), and "
+                "Flower's strategies return the stepped ones alone",
+                remedy="train with headwater-server, which keeps what the optimizer says",
+            )
         self._replies = ReplyReader(self._image, weighted_by_key, are_differences=local_training)
         self._sent: ArrayRecord | None = None
         self._sends_trained_alone = False

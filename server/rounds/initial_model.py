@@ -11,6 +11,7 @@ import logging
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def _renamed(
     """Return a file's tensors by the model's names, if all differ by what stands before them."""
     if not tensors or own.keys() & tensors.keys():
         return dict(tensors)
-    prefix = _prefix(own, tensors)
+    prefix = _prefix(_untied(own), tensors)
     if prefix is not None:  # the file has more before each name
         left = [name for name in tensors if not name.startswith(prefix)]
         if left:
@@ -168,6 +169,12 @@ def _renamed(
         }
     prefix = _prefix(tensors, own) or ""
     return {prefix + name: one for name, one in tensors.items()}
+
+
+def _untied(own: Mapping[str, Tensor]) -> list[str]:
+    """Return the names whose memory no other name has, which any file of the model holds."""
+    number = Counter(_memory(one) for one in own.values())
+    return [name for name, one in own.items() if number[_memory(one)] == 1] or list(own)
 
 
 def _prefix(shorter: Iterable[str], longer: Iterable[str]) -> str | None:

@@ -124,6 +124,7 @@ def _run_rounds(
 ) -> None:
     settings = training.settings
     num_aborted, is_passed = 0, False
+    first: RoundAborted | None = None
     while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
@@ -158,6 +159,7 @@ def _run_rounds(
             )
             return
         except RoundAborted as error:
+            first = error if not num_aborted or first is None else first
             num_aborted += 1
             observer.aborted(error)
             log.warning("%s: %s", error.code, error)
@@ -165,7 +167,9 @@ def _run_rounds(
                 num_aborted >= settings.cohort.max_aborted_rounds
                 and not training.masked.has_narrowed
             ):
-                raise
+                if type(first) is type(error):
+                    raise
+                raise _since(first, error) from first
             if not (fleet.has_virtual_clock or training.masked.has_narrowed):
                 wait_after_abort(num_aborted)
             continue
@@ -181,6 +185,15 @@ def _run_rounds(
                 training.publish()
             observer.on_round(row)
             on_round(row)
+
+
+def _since(first: RoundAborted, last: RoundAborted) -> RoundAborted:
+    """Return the error of a round's last attempt, with the first one's cause and remedy.
+
+    Later attempts may fail as the first one used up what devices give to one model.
+    """
+    text = f"{last.message}; the first attempt ended in {first.code}: {first.message}"
+    return type(last)(text, remedy=first.remedy)
 
 
 def wait_after_abort(num_aborted: int) -> None:

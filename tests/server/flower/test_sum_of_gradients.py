@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -447,3 +448,17 @@ def test_a_layer_that_no_loss_uses_stays_as_in_plain_pytorch() -> None:
     for name, expected in start.state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6)
     assert torch.equal(found["spare.weight"], start.spare.weight)
+
+
+def test_an_optimizer_that_keeps_other_weights_is_refused(tmp_path: Path) -> None:
+    """Flower's strategies have no moment at which the kept weights could be put in."""
+    path = tmp_path / "averaged.py"
+    path.write_text(
+        "import torch\n"
+        "class Averaged(torch.optim.SGD):\n"
+        "    def train(self): pass\n"
+        "    def eval(self): pass\n"
+    )
+    with pytest.raises(SettingsError, match="keeps others") as refused:
+        SumOfGradients(nn.Linear(2, 1), optimizer=f"{path}:Averaged", learning_rate=0.1)
+    assert "headwater-server" in refused.value.remedy

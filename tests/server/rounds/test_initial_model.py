@@ -94,6 +94,17 @@ def test_a_folder_of_shards_with_a_tied_weight_is_loaded(tmp_path: Path) -> None
     assert torch.equal(image.values_P, saved.values_P)
 
 
+@pytest.mark.parametrize("left_out", ["0.weight", "1.weight"])
+def test_a_tied_weight_may_be_there_once_behind_another_prefix(
+    left_out: str, tmp_path: Path
+) -> None:
+    saved, image = built(Tied, seed=2), built(Tied)
+    state = {f"model.{name}": one for name, one in state_of(saved).items() if name != left_out}
+    torch.save({"state_dict": state}, tmp_path / "a.ckpt")
+    load_initial(image, tmp_path / "a.ckpt")
+    assert torch.equal(image.values_P, saved.values_P)
+
+
 @pytest.mark.parametrize(
     ("content", "message", "remedy"),
     [

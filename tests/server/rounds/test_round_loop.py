@@ -23,6 +23,8 @@ from headwater.common.errors import (
     CountOutOfRange,
     HeadwaterError,
     NonFiniteUpdate,
+    NothingSummed,
+    RoundAborted,
     SettingsError,
     TooFewClients,
     UnexpectedUpdate,
@@ -399,6 +401,26 @@ def test_too_many_aborted_rounds_end_the_run_with_their_error() -> None:
     with pytest.raises(TooFewClients, match="round 1"):
         trained(settings, counted)
     assert len(calls) == 4 * 3
+
+
+def test_the_error_that_ends_a_run_names_the_cause_of_the_first_attempt_and_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What fails last may only follow: devices mask most of their examples once at one model."""
+    settings = chosen(cohort={"min_clients": 3, "max_aborted_rounds": 3})
+    errors: list[RoundAborted] = [
+        NothingSummed("no example counts"),
+        NothingSummed("none again"),
+        TooFewClients("nobody is left"),
+    ]
+
+    def fails(*_: object) -> RoundRow:
+        raise errors.pop(0)
+
+    network = Network(settings, honest)
+    with pytest.raises(TooFewClients, match=r"nobody is left; .*NothingSummed: no ex") as found:
+        run(Training(settings, run_id=1), network, on_round=lambda _: None, run_round=fails)
+    assert found.value.remedy == NothingSummed.remedy
 
 
 def test_aborted_rounds_are_tried_again_after_waits_that_outlast_a_disk_that_is_full_for_seconds(
