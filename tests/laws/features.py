@@ -1,0 +1,74 @@
+"""The features and their rooms, and how much of them the core still knows.
+
+A feature is what a plain round does without. Its rooms are folders, or files that lie in a room of
+the core until they move. The numbers of ``LIMITS`` may only fall: write a lower one here.
+"""
+
+from __future__ import annotations
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    "secagg": (
+        *("common/secagg/", "client/secagg/", "server/secagg/"),
+        *("client/flower/masked_answers.py", "client/flower/masked_description.py"),
+        *("client/flower/suspended_keys.py", "client/flower/suspended_updates.py"),
+        *("server/rounds/masked_rounds.py", "server/planning/answer_times.py"),
+        *("server/planning/share_limit.py", "client/enrolment/signing_identity.py"),
+    ),
+    "privacy": (
+        *("common/privacy/", "common/privacy_terms.py", "client/privacy/", "server/privacy/"),
+        *("client/flower/private_rounds.py", "client/training/example_unit.py"),
+        "client/training/clipped_examples.py",
+    ),
+    "compression": (
+        *("common/compression/", "common/compression_terms.py", "client/compression/"),
+        *("server/aggregation/broadcast_model.py", "server/aggregation/difference_history.py"),
+    ),
+    "local_training": (
+        *("common/optimizers/local_optimizer.py", "common/optimizers/local_terms.py"),
+        *("client/local_training/local_steps.py", "client/local_training/step_spool.py"),
+        *("client/local_training/step_sums.py", "client/local_training/local_work.py"),
+        *("client/algorithms/lookup.py", "client/algorithms/trial.py"),
+        *("server/aggregation/step_correction.py", "simulation/vectorised/stacked_model.py"),
+        *("simulation/vectorised/stacked_optimizer.py", "simulation/vectorised/stacked_steps.py"),
+    ),
+    "robust": ("server/aggregation/held_updates.py", "server/aggregation/robust_rules.py"),
+    "frozen": ("common/model/adapter.py", "client/flower/frozen_parts.py"),
+    "own_parameters": ("client/trainer/own_parameters.py",),
+    "growing_data": ("client/growing_data/",),
+    "offline": ("client/flower/offline_sum.py", "client/flower/offline_windows.py"),
+    "asynchronous": ("server/asynchronous/", "server/flower/dispatched_plans.py"),
+    "tree": (
+        *("server/tree/", "server/flower/branches.py", "common/branch_messages.py"),
+        "aggregator/",
+    ),
+    "standby": ("server/standby/",),
+    "succession": ("server/succession/", "server/run_sequence.py"),
+    "selection": ("server/rounds/model_selection.py",),
+    "tracking": ("server/tracking/",),
+    "page": ("server/page/",),
+    "same_data": ("client/same_data/", "server/same_data/"),
+    "enrolment": (
+        *("client/enrolment/", "server/enrolment/", "server/transport/enrolment_port.py"),
+    ),
+    "energy": (
+        *("client/device/availability.py", "client/device/byte_quota.py"),
+        "client/device/throttle.py",
+    ),
+}
+
+# Applications, commands and services start features; so may the files at the top.
+OUTER = (
+    *("client/cli.py", "client/commands.py", "client/api.py", "client/operations/"),
+    *("server/cli.py", "server/serve.py", "server/app.py", "server/api.py", "server/__main__.py"),
+    *("client/__main__.py", "server/run_result.py"),
+)
+
+LIMITS = {
+    "imports, client": 49,
+    "imports, common": 11,
+    "imports, server": 59,
+    "reads of settings": 43,
+    "modules, simulation": 358,
+    "modules, server": 261,
+    "modules, client": 226,
+}

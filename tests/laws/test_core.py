@@ -1,0 +1,131 @@
+"""How much of its features the core knows: numbers that may only fall (see ``LIMITS``)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.laws.features import LIMITS, OUTER, ROOMS
+from tests.laws.test_structure import ROOT, imports, sources
+from tests.processes import free_port
+
+# The settings of features, as fields of ``Settings``.
+OF_FEATURES = frozenset(
+    ("secure", "privacy", "compression", "local", "asynchronous", "aggregation", "algorithm")
+)
+COUNT = """
+import atexit, json, sys
+def write():
+    names = sorted(name for name in sys.modules if name.startswith("headwater."))
+    open(sys.argv.pop(), "w").write(json.dumps(names))
+atexit.register(write)
+from headwater.{module} import main
+keep, sys.argv = sys.argv[-1], sys.argv[:-1]
+try:
+    main()
+finally:
+    sys.argv.append(keep)
+"""
+
+
+def feature_of(name: str) -> str | None:
+    return next((one for one, rooms in ROOMS.items() if name.startswith(rooms)), None)
+
+
+def core_files() -> list[str]:
+    return [
+        name
+        for name in sources()
+        if name.startswith(("common/", "client/", "server/"))
+        and feature_of(name) is None
+        and not name.startswith(OUTER)
+    ]
+
+
+def found_imports() -> dict[str, list[str]]:
+    """Return, by package, the imports of features in files of the core."""
+    found: dict[str, list[str]] = {"client": [], "common": [], "server": []}
+    for name in core_files():
+        for imported in sorted(imports(name)):
+            if (feature := feature_of(imported)) is not None:
+                found[name.split("/")[0]].append(f"{name} imports {imported} ({feature})")
+    return found
+
+
+def found_reads() -> list[str]:
+    """Return the reads of a feature's settings in central files of the server."""
+    found = []
+    for name in core_files():
+        if not name.startswith("server/"):
+            continue
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Attribute) and node.attr in OF_FEATURES:
+                holder = node.value
+                last = holder.attr if isinstance(holder, ast.Attribute) else ""
+                last = holder.id if isinstance(holder, ast.Name) else last
+                if last.lstrip("_") in ("settings", "chosen"):
+                    found.append(f"{name}:{node.lineno} reads settings.{node.attr}")
+    return found
+
+
+def check(what: str, found: Sequence[str]) -> None:
+    """Compare a number with its limit, and list what was found if it grew."""
+    limit = LIMITS[what]
+    assert len(found) <= limit, f"{what}: {len(found)} of at most {limit}:\n" + "\n".join(found)
+    assert len(found) > limit - 3, f"{what} fell to {len(found)}: write it into LIMITS"
+
+
+@pytest.mark.parametrize("package", ["client", "common", "server"])
+def test_imports_of_features_in_the_core_only_fall(package: str) -> None:
+    check(f"imports, {package}", found_imports()[package])
+
+
+def test_reads_of_features_settings_in_the_server_s_core_only_fall() -> None:
+    check("reads of settings", found_reads())
+
+
+def test_each_room_of_a_feature_is_there() -> None:
+    for feature, rooms in ROOMS.items():
+        for room in rooms:
+            assert (ROOT / room).exists(), f"{feature}: {room}"
+
+
+def modules_of(module: str, arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", COUNT.format(module=module), *map(str, arguments), str(out)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def modules_in(path: Path) -> list[str]:
+    names: list[str] = json.loads(path.read_text())
+    return names
+
+
+DIGITS = ("--task", ROOT / "examples" / "digits.py:Digits", "--threads", 1)
+PLAN = ("--rounds", 2, "--accumulation-steps", 2, "--micro-batch-size", 4)
+
+
+@pytest.mark.slow
+def test_modules_of_a_plain_simulation_only_fall(tmp_path: Path) -> None:
+    arguments = (*DIGITS, *PLAN, "--clients", 5, "--out", tmp_path / "out")
+    assert modules_of("simulation.cli", arguments, tmp_path / "found").wait(60) == 0
+    check("modules, simulation", modules_in(tmp_path / "found"))
+
+
+@pytest.mark.slow
+def test_modules_of_a_server_with_two_clients_only_fall(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    served = ("--listen", address, "--min-clients", 2, "--out", tmp_path / "out")
+    running = [modules_of("server.cli", (*DIGITS, *PLAN, *served), tmp_path / "server")]
+    for part in range(2):
+        where = ("--server", address, "--name", part, "--part", part, "--num-parts", 2)
+        state = ("--state", tmp_path / f"state{part}")
+        running.append(modules_of("client.cli", (*DIGITS, *where, *state), tmp_path / f"{part}"))
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    check("modules, server", modules_in(tmp_path / "server"))
+    check("modules, client", modules_in(tmp_path / "0"))
