@@ -16,16 +16,13 @@ import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.compression.error_feedback import encoded_update
-from headwater.client.local_training.local_update import make_update
-from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.training.accumulator import Accumulator
-from headwater.client.training.sampler import Window
 from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.messages import Plan, Update
 from headwater.server.aggregation.round_reports import in_all
 from headwater.server.fleet import Dropout, UpdateSeries
-from headwater.simulation.compute.dry_run import foreseen_alone, next_window
+from headwater.simulation.compute.dry_run import foreseen_alone
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.window_passes import WindowPasses
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -50,7 +47,6 @@ class OneByOne:
         self._note_begun = note_begun
         self._passes = WindowPasses(devices, note_begun=note_begun)
         self._accumulators: list[Accumulator] = []
-        self._left_out_log = LeftOutLog()
 
     def train(
         self,
@@ -149,33 +145,24 @@ class OneByOne:
         """Let a device carry out its plan by its own code, and store its position."""
         devices, trainer = self._devices, self._devices.trainer
         part, plan = client.part, client.plan
+        identity, sampler = devices.identity(part), devices.positions[part]
         self._note_begun(part)
         try:
-            examples = devices.training_examples(part, plan)
-        except Exception as error:
-            return _dropout(client, error)
-        window = next_window(devices, client, len(examples))
-        hardware = devices.hardware(part, round_number=plan.round)
-        try:
-            context = trainer.context(examples, client.name, hardware)
-            store = devices.local_store(part)
-            local = trainer.load_local(devices.identity(part), plan, store)
-            algorithm = algorithm_for(plan, devices.settings.algorithm, name=client.name)
-            local_sum = trainer.sum(plan, window, context, algorithm=algorithm)
-            self._left_out_log.note(plan, local_sum.total, context)
-            update = make_update(plan, window, context, local_sum)
-            if store is not None:
-                store.write(local.pend(plan.round, local_sum.local_L), context.image.layout)
+            update, moved = trainer.train(
+                identity,
+                devices.hardware(part, round_number=plan.round),
+                plan,
+                sampler,
+                algorithm=algorithm_for(plan, devices.settings.algorithm, name=client.name),
+                store=devices.local_store(part),
+            )
             update = self._as_sent(update, plan, part)
-        except EmptyUpdate as error:  # its window is passed over
-            settled = devices.positions[part].settle(plan.counted_round)
-            place = window.after(len(window.positions))
-            devices.positions[part] = replace(settled, place=place)
+        except EmptyUpdate as error:
+            devices.positions[part] = trainer.skip(identity, plan, sampler).passed()
             return _dropout(client, error)
         except Exception as error:
             return _dropout(client, error)
-        is_whole = plan.is_private_by_example  # as ``client.trainer`` passes
-        self._store_position(client, window, window.positions if is_whole else local_sum.used)
+        devices.positions[part] = moved
         return update
 
     def _as_sent(self, update: Update, plan: Plan, part: int) -> Update:
@@ -197,12 +184,6 @@ class OneByOne:
             data = coding.encode(values_P, update.name)
             values_P = coding.read(data, update.name, values_P.numel()).tensor()
         return replace(update, values_P=values_P)
-
-    def _store_position(self, client: ClientPlan, window: Window, used: Sequence[int]) -> None:
-        """Store the position that a device moves to if its round counts."""
-        positions, plan = self._devices.positions, client.plan
-        settled = replace(positions[client.part].settle(plan.counted_round), place=window.place)
-        positions[client.part] = settled.pend(plan.round, window.after_use_of(used))
 
 
 def _blocks(rows: Sequence[int | None], at_once: int) -> Iterator[slice]:

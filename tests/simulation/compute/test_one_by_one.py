@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, TensorDataset
 from headwater.common.errors import MissingData
 from headwater.common.messages import Plan
 from headwater.common.settings.sources import load
-from headwater.common.task import Examples
 from headwater.server.fleet import UpdateSeries
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -26,13 +25,13 @@ NUM_DEVICES = 11
 NO_DATA = 2
 
 
-class OneWithoutData(Devices):
-    """Devices, one of which cannot open its examples."""
+class OneWithoutData(TwoLayers):
+    """A task of whose devices one cannot open its examples."""
 
-    def training_examples(self, part: int, plan: Plan) -> Examples:
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
         if part == NO_DATA:
             raise MissingData("the card was taken out")
-        return super().training_examples(part, plan)
+        return super().train_examples(data=data, part=part, num_parts=num_parts)
 
 
 class Alone(Devices):
@@ -61,7 +60,7 @@ def replies(devices: Devices, *, num_rounds: int = 1, **chosen: Any) -> list[Sin
 
 
 def test_a_device_without_data_drops_out_and_the_others_send_the_same_updates() -> None:
-    expected, found = replies(devices_of(Devices)), replies(devices_of(OneWithoutData))
+    expected, found = replies(devices_of(Devices)), replies(devices_of(Devices, OneWithoutData))
     assert isinstance(found.pop(NO_DATA).error, MissingData)
     del expected[NO_DATA]
     assert_same(found, expected)
