@@ -32,12 +32,12 @@ from headwater.client.flower.state_file import EXAMPLES, SAMPLER, SECURE, SPEED
 from headwater.client.growing_data.position_change import DataChange
 from headwater.client.growing_data.refresh import watch_of
 from headwater.client.privacy.budget import check_budget, check_test
+from headwater.client.privacy.example_unit import check_example_unit
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import check_plan
 from headwater.client.secagg.prepare import check_masking, floor_of
 from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.context import HardwareOf
-from headwater.client.training.example_unit import check_example_unit
 from headwater.common.errors import CorruptUpdate, EmptyUpdate, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from headwater.client.local_training.step_spool import StepContent
 from headwater.client.local_training.step_sums import step_sums
-from headwater.client.training.accumulation import sum_window
-from headwater.client.training.clipped_examples import add_clipped_examples
+from headwater.client.privacy.clipped_examples import add_clipped_examples
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool, SpooledWindow
 from headwater.client.training.stop_rules import StopRules
+from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
 from headwater.common.messages import Plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headwater.client.training.accumulation import AddMicroBatch, sum_window
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules
+from headwater.client.training.window import AddMicroBatch, sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.messages import Plan
 

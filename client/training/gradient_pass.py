@@ -1,10 +1,8 @@
-"""One micro-batch: forward and backward pass into the vector, and the search for bad examples.
+"""One micro-batch: forward and backward pass, which adds its gradients to the vector.
 
 A non-finite loss is found before its backward pass, which costs nothing on a CPU. A non-finite
 gradient is in the vector when it is found, and so is a part of one after a backward pass that
-raised; the vector is then invalid. To read the vector takes about a hundredth of a micro-batch of a
-transformer, so it is checked once for several micro-batches. Examples that cause a failure are
-found by bisection, in passes whose gradients are discarded.
+raised; the vector is then invalid (``client.training.faults``).
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from torch import Tensor
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import Window, seed_of
-from headwater.common.data.example_faults import ExampleFault, exception_fault, loss_fault
+from headwater.common.data.example_faults import ExampleFault, exception_fault
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.chunked_cross_entropy import adding_in_place
-from headwater.common.task import LossOf, Metrics, loss_sum, loss_sum_alone
+from headwater.common.task import LossOf, Metrics, loss_sum
 from headwater.common.user_code import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
@@ -36,9 +34,6 @@ GRADIENT_FAULT = ExampleFault(
     "its gradient is NaN or infinite, though its loss is finite (nansum, or a mask after the loss, "
     "hides a NaN in the loss alone: replace it before the loss)"
 )
-CHANGING_FAULT = ExampleFault("its micro-batch gives NaN now and then: the data set is random")
-MICRO_BATCH_FAULT = ExampleFault("its micro-batch raises, or has a loss that is not finite")
-TOGETHER_FAULT = ExampleFault("the sum overflows in its micro-batch, though not alone")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,67 +249,3 @@ def _run_engine(engine: Engine, loss: Tensor) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-# The search for bad examples.
-
-
-def bad_examples(
-    plan: Plan,
-    window: Window,
-    positions: Positions,
-    context: TrainingContext,
-    *,
-    with_backward: bool,
-) -> dict[int, ExampleFault]:
-    """Return the examples with a non-finite loss or, ``with_backward``, a non-finite gradient.
-
-    With ``with_backward`` each pass starts from a vector of zeros, and the vector is invalid after
-    the search; if no example fails alone, the sum overflowed, and all examples are returned.
-    Without it, none is returned if the loss of all is finite now: the data set answers differently
-    each time.
-
-    Raises:
-        MemoryError: an allocation failed during the search.
-    """
-
-    def fault_in(some: Positions) -> ExampleFault | None:
-        try:
-            if not with_backward:
-                loss = forward(plan, window, some, context, loss_sum_alone)[0]
-                is_finite = math.isfinite(loss.item())
-                return None if is_finite else _loss_fault(some, context)
-            context.accumulator.zero()
-            loss = forward(plan, window, some, context)[0]
-            backward(loss)
-        except InvalidGradients as error:
-            return error.fault
-        if math.isfinite(context.accumulator.gradient_norm()):
-            return None
-        return GRADIENT_FAULT if math.isfinite(loss.item()) else _loss_fault(some, context)
-
-    if not with_backward and fault_in(positions) is None:
-        return {}
-    return _bisected(positions, fault_in)
-
-
-def _loss_fault(positions: Positions, context: TrainingContext) -> ExampleFault:
-    """Return why the loss is not finite; a batch of several examples is not examined."""
-    return loss_fault(context.batches.of(positions) if len(positions) == 1 else None)
-
-
-def _bisected(
-    positions: Positions, fault_in: Callable[[Positions], ExampleFault | None]
-) -> dict[int, ExampleFault]:
-    """Find by bisection the examples without which the rest is clean.
-
-    If both halves are clean and the whole is not, all examples are returned.
-    """
-    fault = fault_in(positions)
-    if fault is None:
-        return {}
-    if len(positions) == 1:
-        return {positions[0]: fault}
-    middle = len(positions) // 2
-    bad = _bisected(positions[:middle], fault_in) | _bisected(positions[middle:], fault_in)
-    return bad or dict.fromkeys(positions, TOGETHER_FAULT)

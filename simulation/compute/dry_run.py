@@ -1,7 +1,7 @@
 """Predicts what devices do with their plans, without computing gradients.
 
 The prediction gives each device's micro-batches and the times at which they end. It runs the
-device's own code (``client.training.accumulation``, ``client.local_training.step_sums``) with the
+device's own code (``client.training.window``, ``client.local_training.step_sums``) with the
 same clock, memory and stop rules; a micro-batch only advances clock and memory. So the virtual
 clock shows what it would after real training. Devices of constant speed, whose window ends with its
 quota, are predicted all at once, in columns: the same sums in the same order, and a hundred times
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.local_training.step_sums import step_sums
-from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult
 from headwater.client.training.sampler import Window, window
 from headwater.client.training.stop_rules import RECENT_STEPS, StopRules
+from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError

@@ -156,7 +156,7 @@ class WindowPasses:
     def _summed(
         self, plan: Plan, accumulator: Accumulator, batches: Iterator[Any], seeds: Sequence[int]
     ) -> _Window:
-        """Sum one window as ``client.training.accumulation`` does if nothing fails.
+        """Sum one window as ``client.training.window`` does if nothing fails.
 
         Raises:
             Exception: something failed, as it would on the device, or the sum is not finite.

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.memory.peak_model import ProcessMemory
-from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
 from headwater.client.training.stop_rules import StopRules
+from headwater.client.training.window import sum_window
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 

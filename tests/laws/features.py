@@ -16,8 +16,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "privacy": (
         *("common/privacy/", "common/privacy_terms.py", "client/privacy/", "server/privacy/"),
-        *("client/flower/private_rounds.py", "client/training/example_unit.py"),
-        "client/training/clipped_examples.py",
+        *("client/flower/private_rounds.py", "client/privacy/example_unit.py"),
+        "client/privacy/clipped_examples.py",
     ),
     "compression": (
         *("common/compression/", "common/compression_terms.py", "client/compression/"),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwater.client.local_training.local_update import LocalSum, sum_gradients, train_round
-from headwater.client.training.accumulation import TOO_LONG
 from headwater.client.training.context import TrainingContext
+from headwater.client.training.fitting import TOO_LONG
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import EmptyUpdate, OutOfMemory
 from headwater.common.messages import Plan

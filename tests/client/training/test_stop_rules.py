@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from headwater.client.device.interfaces import TimeShare
 from headwater.client.local_training.local_update import train_round
-from headwater.client.training.accumulation import sum_window
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.client.training.stop_rules import SUMMED_PART, StopRules, num_until_finish
+from headwater.client.training.window import sum_window
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples

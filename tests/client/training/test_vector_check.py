@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from headwater.client.training.accumulation import sum_window
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import GRADIENT_FAULT
 from headwater.client.training.stop_rules import StopRules
+from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import Plan

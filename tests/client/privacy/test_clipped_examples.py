@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.local_training.local_update import sum_gradients
+from headwater.client.privacy.clipped_examples import add_clipped_examples
 from headwater.client.trainer.trainer import Trainer
-from headwater.client.training.clipped_examples import add_clipped_examples
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import TaskError

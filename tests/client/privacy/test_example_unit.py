@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwater.client.training.example_unit import check_example_unit
+from headwater.client.privacy.example_unit import check_example_unit
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
 from headwater.common.messages import Plan
