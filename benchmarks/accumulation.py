@@ -1,6 +1,6 @@
 """Seconds and peak memory of summing K micro-batches, against plain PyTorch and two libraries.
 
-``headwater`` is ``train_round`` (``headwater.client.local_training.local_update``) as a device runs
+``headwater`` is ``train_round`` (``headwater.client.features``) as a device runs
 it: a window is split, the vector set to zero, each micro-batch seeded, fetched, run forward and
 backward, checked for NaN, timed and reported, and the result is an ``Update``. Its clock is the
 machine's.
@@ -41,7 +41,7 @@ from benchmarks.measure import (
     take_turns,
 )
 from headwater.client.device.hardware import MonotonicClock
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.accumulation import CASES, Bench, bench_of
 from benchmarks.measure import Figures, arguments, ratio, report, spread, take_turns
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
 

@@ -1,7 +1,7 @@
 """How far off the step's gradient is, by who divides: once at the end, or each micro-batch.
 
 A window of micro-batches of 32, 32, 32 and 5 examples (K = 4) is summed by
-``client.local_training.local_update.train_round`` and divided once by its weight, as our server
+``client.features.train_round`` and divided once by its weight, as our server
 does;
 ``mean of means`` divides each micro-batch's loss by its own size and by K, as accelerate and most
 training loops do (accelerate itself runs too, if it is installed). Both are compared with the
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.accumulation import Bench, Case, bench_of
 from benchmarks.measure import Figures, arguments, has_peer, report
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window, split, window
 from headwater.common.data.batches import batch_of
 from headwater.common.messages import Plan

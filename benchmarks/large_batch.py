@@ -34,7 +34,7 @@ from benchmarks.measure import (
     spread,
     take_turns,
 )
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.common.messages import Plan
 from headwater.common.system.heap import use_one_heap
 from headwater.common.task import load_task

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.interfaces import Memory
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round, work_of
+from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
+from headwater.client.training.round import Work, sum_round
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
+from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line
@@ -136,3 +139,15 @@ def sums(context: TrainingContext, positions: Sequence[int]) -> Tensor:
 def trained(context: TrainingContext, chosen: Plan) -> Update:
     assert isinstance(context.examples, TensorDataset)
     return train_round(chosen, whole(context.examples, chosen.quota), context)
+
+
+def sum_gradients(
+    chosen: Plan,
+    part: Window,
+    context: TrainingContext,
+    spool: Spool | None = None,
+    algorithm: ClientAlgorithm | None = None,
+) -> Work:
+    """Sum a window's gradients with the features that the plan calls for; no update is made."""
+    sum_round(work := work_of(chosen, part, context, spool, algorithm))
+    return work

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import AlgorithmMismatch, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings
+
+if TYPE_CHECKING:
+    from headwater.client.local_training.local_work import ClientAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -74,4 +76,4 @@ def _made(name: str, arguments_json: str) -> ClientAlgorithm:
             f"the client algorithm {name} has no method train(work)",
             remedy="see docs/extend.md for a client algorithm",
         )
-    return cast(ClientAlgorithm, found)
+    return cast("ClientAlgorithm", found)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 from headwater.client.algorithms.lookup import algorithm_of
-from headwater.client.algorithms.trial import try_algorithm
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
@@ -52,7 +51,11 @@ def trainer_of(
     seed: int,
 ) -> Trainer:
     """Return the trainer of a task and an algorithm; settings as a whole are no key of a cache."""
-    algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
+    algorithm, trial = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json)), None
+    if algorithm is not None:
+        from headwater.client.algorithms.trial import try_algorithm  # most runs have none
+
+        trial = functools.partial(try_algorithm, algorithm)
     return Trainer(
         task,
         batch_norm=batch_norm,
@@ -61,5 +64,5 @@ def trainer_of(
         limits=MemoryLimits(memory_limit_bytes),
         check_task=check_task,
         seed=seed,
-        trial=None if algorithm is None else functools.partial(try_algorithm, algorithm),
+        trial=trial,
     )

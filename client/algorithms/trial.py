@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from headwater.client.local_training.local_update import sum_gradients
+from torch import Tensor
+
+from headwater.client.local_training.local_training import LocalTraining
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.training.context import TrainingContext
+from headwater.client.training.round import Work, sum_round
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import AlgorithmBroken
 from headwater.common.messages import Plan
@@ -67,8 +70,11 @@ def _is_same(
     num_times: int,
 ) -> bool:
     """Return whether all vectors of a window, or without an algorithm its plain sums, are equal."""
-    first_P = sum_gradients(plan, tried, context, algorithm=algorithm).values_P.clone()
-    return all(
-        sum_gradients(plan, tried, context, algorithm=algorithm).values_P.equal(first_P)
-        for _ in range(1, num_times)
-    )
+    features = () if algorithm is None else (LocalTraining(algorithm),)
+
+    def vector() -> Tensor:
+        sum_round(work := Work(plan=plan, window=tried, context=context, features=features))
+        return work.values_P
+
+    first_P = vector().clone()
+    return all(vector().equal(first_P) for _ in range(1, num_times))

@@ -4,9 +4,6 @@ With local steps the client takes H steps of an optimizer of torch, each on the 
 its window (McMahan et al. 2017, algorithm 1), and sends weight x (parameters before - after), which
 the server treats as a gradient. A ``ClientAlgorithm`` of the user's may make another vector of its
 window.
-
-Parameters that stay on the device take a step of plain SGD wherever their gradients are complete:
-with the mean of the window, or of each local step.
 """
 
 from __future__ import annotations
@@ -18,21 +15,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from headwater.client.local_training.step_spool import StepContent
 from headwater.client.local_training.step_sums import step_sums
-from headwater.client.privacy.clipped_examples import add_clipped_examples
-from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import add_micro_batch
-from headwater.client.training.sampler import Window
-from headwater.client.training.spool import Spool, SpooledWindow
+from headwater.client.training.round import Work, sum_examples
+from headwater.client.training.spool import SpooledWindow
 from headwater.client.training.stop_rules import StopRules
-from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
-from headwater.common.messages import Plan
 from headwater.common.model.vectors import all_finite
 
 log = logging.getLogger(__name__)
@@ -59,32 +50,28 @@ class LocalWork:
     which an algorithm calls one, once.
     """
 
-    def __init__(
-        self, plan: Plan, window: Window, context: TrainingContext, spool: Spool | None
-    ) -> None:
-        self.total = WindowSum(micro_batch_size=plan.micro_batch_size)
-        """Counts, losses and metrics of what was summed so far."""
-        self.start_seconds = context.clock.seconds()
-        self.learning_rate = plan.local_learning_rate
+    def __init__(self, work: Work) -> None:
+        self.learning_rate = work.plan.local_learning_rate
         """The local learning rate (``--local-learning-rate``)."""
-        self.num_steps = plan.local_steps
+        self.num_steps = work.plan.local_steps
         """The planned local steps (``--local-steps``)."""
         self.num_taken = 0
         """The local steps whose gradients were yielded so far."""
-        self.unused: tuple[int, ...] | None = None
-        """The places of the parameters that none of the losses so far used; None before a sum."""
         self.is_taken = False
         """Whether the window was summed, or is being summed."""
-        self._plan = plan
-        self._window = window
-        self._context = context
-        self._spool = spool
+        self._work = work
+        self._plan, self._context = work.plan, work.context
         self._start_P: Tensor | None = None
+
+    @property
+    def total(self) -> WindowSum:
+        """Counts, losses and metrics of what was summed so far."""
+        return self._work.total
 
     @property
     def weight(self) -> int:
         """The weight that was summed over so far: examples, or tokens."""
-        return self.total.weight
+        return self._work.total.weight
 
     @property
     def parameters_P(self) -> Tensor:  # noqa: N802 - a tensor's dimensions are in capitals
@@ -103,30 +90,8 @@ class LocalWork:
     def sum(self) -> Tensor:
         """Sum the gradients of all examples; return the sum [P], in the accumulator's memory."""
         self._take()
-        plan, window, context = self._plan, self._window, self._context
-        add = add_clipped_examples if plan.is_private_by_example else add_micro_batch
-        if self._spool is None:
-            rules = StopRules(plan, context, self.start_seconds)
-            self.total = sum_window(plan, window, context, rules, add=add)
-            return self._summed()
-        spooled = self._spool.open(plan, window, context, self.start_seconds)
-        resumed = spooled.load()
-        self.start_seconds = spooled.start_seconds
-        rules = StopRules(plan, context, self.start_seconds)
-        self.total = sum_window(
-            plan, window, context, rules, resumed=resumed, after_each=spooled.save, add=add
-        )
-        return self._summed()
-
-    def _summed(self) -> Tensor:
-        self._note_unused()
-        self._step_local(self.total.weight)
+        sum_examples(self._work)
         return self._context.accumulator.values_P
-
-    def _note_unused(self) -> None:
-        now = self._context.accumulator.unused()
-        before = now if self.unused is None else self.unused
-        self.unused = now if now == before else tuple(sorted({*now} & {*before}))
 
     def steps(self, content: StepContent | None = None) -> Iterator[Tensor]:
         """Yield each local step's mean gradient [P] at the parameters as they are then.
@@ -135,7 +100,7 @@ class LocalWork:
         the same memory. ``content`` is what the spool keeps between two steps; without one, steps
         are not spooled.
         """
-        context = self._context
+        work, context = self._work, self._context
         if self.num_steps == 1:
             sum_P = self.sum()
             if self.weight:
@@ -145,13 +110,12 @@ class LocalWork:
         self._take()
         spooled = self._open_spool(content)
         first = 0 if content is None else content.next_step
-        rules = StopRules(self._plan, context, self.start_seconds)
+        rules = StopRules(self._plan, context, work.start_seconds)
         for step in step_sums(
-            self._plan, self._window, context, rules, first=first, before=self.total
+            self._plan, work.window, context, rules, first=first, before=work.total
         ):
-            self.total = step.total
-            self._note_unused()
-            self._step_local(step.weight)
+            work.total = step.total
+            work.note_summed(step.weight)
             if step.weight:
                 self.num_taken += 1
                 yield context.accumulator.values_P.div_(step.weight)
@@ -159,45 +123,26 @@ class LocalWork:
                 break
             if spooled is not None and content is not None and content.is_writable:
                 content.num_taken, content.next_step = self.num_taken, step.number + 1
-                content.unused = self.unused or ()
-                rest = self._window.positions[step.end :]
-                spooled.save(replace(self.total, remaining=deque([rest] if rest else [])))
+                content.unused = work.unused or ()
+                rest = work.window.positions[step.end :]
+                spooled.save(replace(work.total, remaining=deque([rest] if rest else [])))
 
     def _open_spool(self, content: StepContent | None) -> SpooledWindow | None:
         """Return the spool of the steps, and take over what it holds of them; None without one."""
-        if self._spool is None:
+        work = self._work
+        if work.spool is None:
             return None
         if content is None:
             _warn_not_spooled()
             return None
-        spooled = self._spool.open(
-            self._plan, self._window, self._context, self.start_seconds, content
-        )
+        spooled = work.spool.open(work.plan, work.window, work.context, work.start_seconds, content)
         spooled.note_model()
         resumed = spooled.load()
         if resumed is not None:
-            self.total = replace(resumed, remaining=deque())
-            self.num_taken, self.start_seconds = content.num_taken, spooled.start_seconds
-            self.unused = content.unused if content.next_step else None
+            work.total = replace(resumed, remaining=deque())
+            self.num_taken, work.start_seconds = content.num_taken, spooled.start_seconds
+            work.unused = content.unused if content.next_step else None
         return spooled
-
-    def _step_local(self, weight: int) -> None:
-        """Step the parameters that stay on the device, along the mean of their summed gradients.
-
-        Raises:
-            NonFiniteUpdate: they would not be finite.
-        """
-        image, sum_L = self._context.image, self._context.accumulator.local_L
-        if not weight or not sum_L.numel():
-            return
-        stepped_L = torch.sub(image.local_L, sum_L, alpha=self.learning_rate / weight)
-        if not all_finite(stepped_L):
-            raise NonFiniteUpdate(
-                f"{self._context.name}, round {self._plan.round}: the parameters that stay on the "
-                "device diverged",
-                remedy="lower --local-learning-rate",
-            )
-        image.local_L.copy_(stepped_L)
 
     def restore(self) -> None:
         """Set the parameters back to those that the server sent."""
@@ -239,19 +184,6 @@ class LocalWork:
                 remedy="call one of them, once: each example is used once in a round",
             )
         self.is_taken = True
-
-
-def carry_out(algorithm: ClientAlgorithm, work: LocalWork, *, name: str) -> None:
-    """Let an algorithm make its vector in the accumulator; the parameters are as before.
-
-    Raises:
-        AlgorithmBroken, NonFiniteUpdate: see ``LocalWork.keep``.
-    """
-    try:
-        values_P = algorithm.train(work)
-    finally:
-        work.restore()
-    work.keep(values_P, name)
 
 
 @functools.cache

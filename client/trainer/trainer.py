@@ -11,27 +11,23 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.local_training.local_update import (
-    LocalSum,
-    make_update,
-    sum_gradients,
-)
-from headwater.client.local_training.local_work import ClientAlgorithm
+from headwater.client.features import work_of
 from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
+from headwater.client.own_parameters.own_parameters import OwnParameters
 from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.trainer.loaded_model import LoadedModel
-from headwater.client.trainer.own_parameters import OwnParameters
 from headwater.client.trainer.precision import DevicePrecision
 from headwater.client.trainer.speed import measure_speed
 from headwater.client.trainer.task_trial import CheckReport, check_task, compare_more
@@ -39,7 +35,8 @@ from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
 from headwater.client.training.progress import TrainingProgress
-from headwater.client.training.sampler import SamplerState, Window
+from headwater.client.training.round import Work, sum_round, update_of
+from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import BuffersChanged
@@ -56,6 +53,9 @@ from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, tell_round
+
+if TYPE_CHECKING:
+    from headwater.client.local_training.local_work import ClientAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -336,8 +336,7 @@ class Trainer:
         parameters that stay on the device are stored when this returns or raises, pending too.
 
         Raises:
-            HeadwaterError: see ``sum_gradients`` and ``make_update`` in
-                ``headwater.client.local_training.local_update``.
+            HeadwaterError: see ``headwater.client.training.round.carry_out``.
         """
         self.progress.begin(plan)
         sampler = sampler.settle(plan.counted_round)
@@ -351,10 +350,13 @@ class Trainer:
                 self._compare_more(own, identity.name)
             plan = self.precision.resolved(plan, identity)
             context = self.context(examples, identity.name, hardware)
-            with hardware.bounded():
-                local_sum = self.sum(plan, positions, context, spool, algorithm)
-            self._left_out_log.note(plan, local_sum.total, context)
-            update = make_update(plan, positions, context, local_sum)
+            work = work_of(plan, positions, context, spool, algorithm)
+            try:
+                with hardware.bounded():
+                    self._sum(work)
+            finally:
+                self._left_out_log.note(plan, work.total, context)
+            update = update_of(work)
         except Exception:
             if spool is not None:
                 spool.remove()
@@ -362,32 +364,25 @@ class Trainer:
                 store.write(local.pend(plan.round, local.values_L), self.image.layout)
             raise
         if store is not None:
-            store.write(local.pend(plan.round, local_sum.local_L), self.image.layout)
+            store.write(local.pend(plan.round, work.after_L), self.image.layout)
         # The server counts on it that a window's examples come again only in the next epoch.
         is_whole = bool(left_out) or plan.is_private_by_example
-        used = whole.positions if is_whole else local_sum.used
+        used = whole.positions if is_whole else work.used
         return update, sampler.pend(plan.round, whole.after_use_of(used), whole.order.digest)
 
-    def sum(
-        self,
-        plan: Plan,
-        positions: Window,
-        context: TrainingContext,
-        spool: Spool | None = None,
-        algorithm: ClientAlgorithm | None = None,
-    ) -> LocalSum:
-        """Sum a window's gradients into the context's accumulator.
+    def _sum(self, work: Work) -> None:
+        """Sum a window's gradients into the accumulator.
 
         Raises:
-            HeadwaterError: see ``headwater.client.local_training.local_update.sum_gradients``.
+            HeadwaterError: see ``headwater.client.training.round.sum_round``.
         """
         try:
-            return sum_gradients(plan, positions, context, spool, algorithm)
+            sum_round(work)
         except BuffersChanged:
             self.loaded_model.forget()
             raise
         finally:
-            self.checkpointed.remember(context.name)
+            self.checkpointed.remember(work.context.name)
 
     def skip(
         self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int | None = None

@@ -98,7 +98,7 @@ def compare(
     loss = math.fsum(part.loss for part in alone)
     if not _is_close(together.loss, [part.loss for part in alone], tolerance):
         found = MEAN
-        if not _is_mean(together.loss, loss, len(alone)):
+        if not _is_mean(together.loss, [part.loss for part in alone], alone):
             found = MIXED if cause is None else cause()
         digits = 6 if tolerance == TOLERANCE else 9
         raise TaskNotAdditive(
@@ -110,7 +110,7 @@ def compare(
         values = [part.metrics.get(name, 0.0) for part in alone]
         value, total = together.metrics.get(name, 0.0), math.fsum(values)
         if not _is_close(value, values, tolerance):
-            is_mean = _is_mean(value, total, len(alone))
+            is_mean = _is_mean(value, values, alone)
             why = "probably a mean is returned, not a sum" if is_mean else "it is no sum"
             raise TaskNotAdditive(
                 f"the metric {name} of {size} examples together is {value:.6g}, the sum {how} "
@@ -159,9 +159,13 @@ def _is_close(together: float, alone: Sequence[float], tolerance: float) -> bool
     return abs(together - math.fsum(alone)) <= tolerance * scale
 
 
-def _is_mean(together: float, alone: float, num_parts: int) -> bool:
-    # Of parts of several examples each, the sum is that of their means.
-    return math.isclose(together * num_parts, alone, rel_tol=0.01)
+def _is_mean(together: float, values: Sequence[float], parts: Sequence[Sums]) -> bool:
+    """Return whether a value is the mean of its parts' values: plain, or by their weights."""
+    weights = [part.weight for part in parts]
+    by_weight = math.fsum(one * weight for one, weight in zip(values, weights, strict=True))
+    return math.isclose(together * len(parts), math.fsum(values), rel_tol=0.01) or (
+        sum(weights) > 0 and math.isclose(together * sum(weights), by_weight, rel_tol=1e-3)
+    )
 
 
 class BroadcastWatch(TorchFunctionMode):

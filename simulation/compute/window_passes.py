@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwater.client.local_training.local_update import scale
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import batches_of
 from headwater.client.training.gradient_pass import backward, checked_loss, layers_seed
+from headwater.client.training.round import scale
 from headwater.common.messages import Plan
 from headwater.common.task import Metrics, loss_sum, tell_round
 from headwater.simulation.compute.device_sums import StepSums

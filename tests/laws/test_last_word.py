@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.memory.activation_checkpointing import (
     Recomputed,
     is_on,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import HeadwaterError, LateUpdate

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headwater
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.messages import DeviceReport, Plan, Update, Vitals

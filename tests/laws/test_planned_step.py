@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwater.client.device.hardware import MonotonicClock
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext

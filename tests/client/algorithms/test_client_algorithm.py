@@ -18,8 +18,8 @@ from examples.extensions.clipped_update import ClippedUpdate
 from examples.extensions.fedprox import FedProx
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.commands import connection_of
-from headwater.client.local_training.local_update import make_update, sum_gradients
 from headwater.client.local_training.local_work import ClientAlgorithm, LocalWork
+from headwater.client.training.round import update_of
 from headwater.client.training.spool import Spool
 from headwater.common.errors import (
     AlgorithmBroken,
@@ -34,7 +34,7 @@ from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow
 from tests.python_tasks import SIGNS, Signs
 from tests.tasks import TwoLayers, examples, gradient_sum
-from tests.training_contexts import plan, training_context, whole
+from tests.training_contexts import plan, sum_gradients, training_context, whole
 
 EXTENSIONS = Path(__file__).parents[3] / "examples" / "extensions"
 SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "micro_batch_size": 4, "progress": False}
@@ -62,7 +62,7 @@ def updated(algorithm: ClientAlgorithm | None, spool: Spool | None = None, **wor
     chosen, part = plan(24, 4, **work), whole(data, 24)
     before_P = context.image.values_P.clone()
     local_sum = sum_gradients(chosen, part, context, spool, algorithm)
-    update = make_update(chosen, part, context, local_sum)
+    update = update_of(local_sum)
     assert torch.equal(context.image.values_P, before_P)
     return update
 

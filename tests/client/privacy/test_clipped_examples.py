@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.privacy.clipped_examples import add_clipped_examples
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
@@ -37,7 +36,7 @@ from tests.tasks import (
     TwoLayers,
     examples,
 )
-from tests.training_contexts import plan, training_context, whole
+from tests.training_contexts import plan, sum_gradients, training_context, whole
 
 QUOTA = 9
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.trainer import task_trial
 from headwater.client.trainer.task_trial import (
@@ -31,7 +30,7 @@ from headwater.common.errors import (
     travelling,
 )
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
-from tests.training_contexts import plan, training_context, whole
+from tests.training_contexts import plan, sum_gradients, training_context, whole
 
 
 def test_the_exception_of_a_task_that_fails_on_all_examples_is_shown() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
 from headwater.client.training.spool import Spool

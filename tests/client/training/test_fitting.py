@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.memory.activation_checkpointing import is_on
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import EmptyUpdate, OutOfMemory
 from headwater.common.messages import MAX_STEPS
 from tests.tasks import NAN_GRADIENT, NAN_LOSS, TwoLayers, examples
-from tests.training_contexts import FakeMemory, plan, sums, trained, training_context
+from tests.training_contexts import FakeMemory, plan, sum_gradients, sums, trained, training_context
 
 # A FakeMemory with room for n examples: its base is 1,000 bytes, and each takes 10.
 ROOM = [1000 + 10 * n for n in range(32)]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.local_training.local_update import sum_gradients, train_round
+from headwater.client.features import train_round
 from headwater.client.trainer.left_out_log import LeftOutLog
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
@@ -19,7 +19,7 @@ from headwater.common.settings.sources import load
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 from tests.tasks import NAN_GRADIENT, NAN_LOSS, RAISES_FORWARD, TwoLayers, examples
-from tests.training_contexts import plan, training_context, whole
+from tests.training_contexts import plan, sum_gradients, training_context, whole
 
 GAPS = "tests/stranger_tasks/csv_with_gaps.py"
 

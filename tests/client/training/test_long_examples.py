@@ -14,13 +14,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.local_training.local_update import LocalSum, sum_gradients, train_round
+from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.fitting import TOO_LONG
+from headwater.client.training.round import Work
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import EmptyUpdate, OutOfMemory
 from headwater.common.messages import Plan
-from tests.training_contexts import FakeMemory, plan, training_context
+from tests.training_contexts import FakeMemory, plan, sum_gradients, training_context
 
 BASE, EACH = 1000.0, 10.0
 
@@ -55,7 +56,7 @@ def next_window(place: SamplerPosition, quota: int, number: int) -> Window:
     return window(place, quota=quota, run_seed=0, name="pi", num_examples=number)
 
 
-def summed(context: TrainingContext, chosen: Plan, place: SamplerPosition) -> LocalSum:
+def summed(context: TrainingContext, chosen: Plan, place: SamplerPosition) -> Work:
     taken = next_window(place, chosen.quota, len(context.examples))
     return sum_gradients(chosen, taken, context)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.hardware import ThisMachine
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from headwater.client.features import train_round
 from headwater.client.flower.request import SIMULATED, SPOOL, spool_of
-from headwater.client.local_training.local_update import train_round
 from headwater.client.training.sampler import SamplerPosition
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.client.training.stop_rules import SUMMED_PART, StopRules, num_until_finish

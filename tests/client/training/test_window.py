@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwater.client.local_training.local_update import sum_gradients
 from headwater.client.training.sampler import ExampleOrder, Ints, split
 from headwater.common.errors import EmptyUpdate, TaskError
 from tests.tasks import (
@@ -26,7 +25,7 @@ from tests.tasks import (
     TwoLayers,
     examples,
 )
-from tests.training_contexts import plan, sums, trained, training_context, whole
+from tests.training_contexts import plan, sum_gradients, sums, trained, training_context, whole
 
 
 @given(st.integers(1, 24), st.integers(1, 30))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from headwater.client.local_training.local_update import train_round
+from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, split, window
 from headwater.common.errors import BuffersChanged, NonFiniteUpdate, TaskError

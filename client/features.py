@@ -1,0 +1,61 @@
+"""The features of a device's round, in their order: the one list that names them.
+
+A feature is imported when a plan asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headwater.client.training.context import TrainingContext
+from headwater.client.training.round import Feature, Work, carry_out
+from headwater.client.training.sampler import Window
+from headwater.client.training.spool import Spool
+from headwater.common.messages import Plan, Update
+
+if TYPE_CHECKING:
+    from headwater.client.local_training.local_work import ClientAlgorithm
+
+
+def features_of(
+    plan: Plan, context: TrainingContext, algorithm: ClientAlgorithm | None = None
+) -> Sequence[Feature]:
+    """Return the features that a plan calls for on this device; ``algorithm`` is the device's."""
+    found: list[Feature] = []
+    if algorithm is not None or plan.takes_local_steps:
+        from headwater.client.local_training.local_training import LocalTraining
+
+        found.append(LocalTraining(algorithm))
+    if context.image.local_L.numel():
+        from headwater.client.own_parameters.own_step import OwnStep
+
+        found.append(OwnStep())
+    if plan.privacy is not None:
+        from headwater.client.privacy.private_round import PrivateRound
+
+        found.append(PrivateRound(plan.privacy))
+    return found
+
+
+def work_of(
+    plan: Plan,
+    window: Window,
+    context: TrainingContext,
+    spool: Spool | None = None,
+    algorithm: ClientAlgorithm | None = None,
+) -> Work:
+    """Return a plan's work with the features that it calls for."""
+    features = features_of(plan, context, algorithm)
+    return Work(plan=plan, window=window, context=context, spool=spool, features=features)
+
+
+def train_round(
+    plan: Plan, window: Window, context: TrainingContext, spool: Spool | None = None
+) -> Update:
+    """Carry out a plan, with the features that it calls for.
+
+    Raises:
+        HeadwaterError: see ``carry_out``.
+    """
+    return carry_out(work_of(plan, window, context, spool))

@@ -1,0 +1,1 @@
+"""Parameters that stay on the device and are trained there alone."""
