@@ -245,7 +245,7 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
         TaskError: the result is not a scalar tensor, a weight of 0 or more units and, optionally, a
             dict of metric sums.
     """
-    unit = weight_unit(task)
+    unit = weight_unit(task) if hasattr(task, "weight_unit") else 1
     result = task.loss_sum(model, batch)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise TaskError(
@@ -254,22 +254,7 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
     loss, weight = result[0], result[1]
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         raise TaskError(f"loss_sum must return a scalar tensor first, found {_kind(loss)}")
-    number = float(weight) if type(weight) is int else _number(weight)
-    if number is None or not 0 <= number < math.inf:
-        raise TaskError(
-            f"the weight must be a whole number of examples or tokens, found {weight!r}"
-        )
-    count = round(number / unit)
-    if abs(number - count * unit) > WEIGHT_ROUNDING * max(number, unit) and unit > ROUNDED_UNIT:
-        raise TaskError(
-            f"the weight must be a whole number of examples or tokens, found {weight!r}"
-            if unit == 1
-            else f"the weight must be a multiple of the task's weight_unit of {unit:g}, found "
-            f"{weight!r}",
-            remedy="give the task weight_unit = 0.5 if all weights are multiples of 0.5, or "
-            "weight_unit = 2**-16, to which each call's weight is rounded; no int(), which rounds "
-            "each micro-batch by up to 1 (docs/task.md)",
-        )
+    count = weight if type(weight) is int and unit == 1 and weight >= 0 else _count(weight, unit)
     if unit != 1:
         loss = loss / unit
     if len(result) == 2:
@@ -290,11 +275,36 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
         )
     metrics = Metrics()
     for name, value in sums.items():
-        metric = _number(value)
+        metric = value if type(value) is float else _number(value)
         if metric is None:
             raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
-        metrics[str(name)] = metric / unit
+        metrics[str(name)] = metric if unit == 1 else metric / unit
     return loss, count, metrics
+
+
+def _count(weight: Any, unit: float) -> int:
+    """Return a weight as a number of units.
+
+    Raises:
+        TaskError: it is no whole number of 0 or more.
+    """
+    number = _number(weight)
+    if number is None or not 0 <= number < math.inf:
+        raise TaskError(
+            f"the weight must be a whole number of examples or tokens, found {weight!r}"
+        )
+    count = round(number / unit)
+    if abs(number - count * unit) > WEIGHT_ROUNDING * max(number, unit) and unit > ROUNDED_UNIT:
+        raise TaskError(
+            f"the weight must be a whole number of examples or tokens, found {weight!r}"
+            if unit == 1
+            else f"the weight must be a multiple of the task's weight_unit of {unit:g}, found "
+            f"{weight!r}",
+            remedy="give the task weight_unit = 0.5 if all weights are multiples of 0.5, or "
+            "weight_unit = 2**-16, to which each call's weight is rounded; no int(), which rounds "
+            "each micro-batch by up to 1 (docs/task.md)",
+        )
+    return count
 
 
 def loss_sum_alone(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Metrics]:

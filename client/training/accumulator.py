@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from headwater.common.errors import TaskError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import CHUNK, all_finite, squared_norm
+
+VERSION = attrgetter("_version")
 
 
 class Accumulator:
@@ -79,7 +82,7 @@ class Accumulator:
     @property
     def num_changes(self) -> int:
         """The number of changes in place so far, of the vector and of each gradient."""
-        return sum([view._version for view in self._views], self.memory._version)
+        return int(sum(map(VERSION, self._views), self.memory._version))
 
     def unused(self) -> tuple[int, ...]:
         """Return the shared parameters, by their place, that no pass has reached since ``zero``."""
