@@ -13,11 +13,11 @@ from headwater.common.errors import AggregatorRefused
 from headwater.common.settings.conflicts import why_no_branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
-from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
+from headwater.server.rounds.features import own_rounds
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
@@ -84,7 +84,7 @@ def server_app(
             on_round=on_round,
             resume=resume,
             observer=observers,
-            run_round=rounds_of(settings, fleet),
+            run_round=own_rounds(settings, fleet),
         )
 
     return app

@@ -16,11 +16,11 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
 from headwater.common.transport.tls import read_credentials
-from headwater.server.asynchronous.buffered_rounds import rounds_of
 from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
+from headwater.server.rounds.features import own_rounds
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
@@ -131,7 +131,7 @@ def _run_in_process(
             on_round=on_round,
             resume=resume,
             observer=observers,
-            run_round=rounds_of(settings, fleet),
+            run_round=own_rounds(settings, fleet),
         )
 
 

@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from torch import Tensor
+
 from headwater.common.compression.encoded_vector import Vector, norm_squared
 from headwater.common.errors import OutlierInRound
 
@@ -73,3 +75,11 @@ def norm_per_weight(values_P: Vector, weight: int) -> float:
     An update of weight 0 is held against the norms of single units of weight.
     """
     return math.sqrt(norm_squared(values_P)) / max(weight, 1)
+
+
+def scaled_to(values_P: Tensor, *, norm: float, limit: float) -> Tensor:
+    """Return a vector of this norm with at most the norm ``limit``; unchanged, or a copy."""
+    if norm <= limit:
+        return values_P
+    # In float64: the factor of a vector of 3e38 is below what float32 resolves.
+    return (values_P.double() * (limit / norm)).float()

@@ -139,13 +139,10 @@ def plain_sum(
     mean_P: Tensor,
     weight: int,
     max_weight_per_example: int,
-    is_private: bool,
     noise: NoiseSums | None,
-    bit_sum: float | None,
 ) -> RoundSum:
-    """Return the result of a round in plain text; one whose sum is private has no metrics."""
+    """Return the result of a round in plain text."""
     return RoundSum(
-        bit_sum=bit_sum,
         names=names,
         mean_P=mean_P,
         weight=weight,
@@ -153,7 +150,7 @@ def plain_sum(
         num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
         summed_weight=total_summed_weight(columns, max_weight_per_example=max_weight_per_example),
         loss_sum=total_loss(columns),
-        metric_sums={} if is_private else total_metrics(columns),
+        metric_sums=total_metrics(columns),
         noise=noise,
     )
 

@@ -23,6 +23,7 @@ from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
 from headwater.server.asynchronous.masked_buffer import (
     in_sessions,
     joined,
+    masked_rounds,
     with_graphs,
     without_company,
 )
@@ -33,15 +34,10 @@ from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds.checkpoint import saved_round
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_loop import RunRound, Stopwatch, finish_round
+from headwater.server.rounds.round_loop import Stopwatch, finish_round
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import save_checkpoint
 from headwater.server.rounds.run_state import Training
-
-
-def rounds_of(settings: Settings, fleet: DispatchingFleet) -> RunRound | None:
-    """Return what runs a round by the settings; None for synchronous rounds."""
-    return BufferedRounds(fleet, settings) if settings.asynchronous.is_on else None
 
 
 def buffer_size(settings: Settings, num_present: int) -> int:
@@ -115,7 +111,7 @@ class BufferedRounds:
             before,
         )
         names = opened.accepted.keys() | {one.name for one in row.masked_clients}
-        times = plain_times if self._least is None else training.masked.summed_times
+        times = plain_times if self._least is None else masked_rounds(training).summed_times
         figures = figures_of(rule, [answered[name] for name in names], summed_times=times)
         now = self._fleet.virtual_now()
         virtual_seconds = None if now is None else now - self._stepped_at
@@ -305,7 +301,7 @@ class BufferedRounds:
             training.publish()  # a standby takes the answers to them too
         if self._least is not None:
             oldest = min((plan.model_version for plan in self._plans.values()), default=0)
-            training.masked.note_sent(training.round, oldest=oldest)
+            masked_rounds(training).note_sent(training.round, oldest=oldest)
         self._fleet.dispatch(plans, training.image, round_number=training.round + 1)
 
     def _keep_first_model(self, training: Training) -> None:

@@ -18,8 +18,16 @@ from collections.abc import Collection, Mapping
 
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import SecureSettings
-from headwater.server.rounds.masked_rounds import clients_by_model
+from headwater.server.rounds.run_state import Training
+from headwater.server.secagg.masked_rounds import MaskedRounds, clients_by_model
 from headwater.server.secagg.parameters import most_members
+
+
+def masked_rounds(training: Training) -> MaskedRounds:
+    """Return the run's masked rounds, which it has if its updates are masked."""
+    found = training.features["secagg"]
+    assert isinstance(found, MaskedRounds)
+    return found
 
 
 def in_sessions(ready: Collection[str], plans: Mapping[str, Plan], *, least: int) -> list[str]:

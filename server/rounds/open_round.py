@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -29,9 +29,7 @@ from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.held_updates import HeldUpdates
-from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight
-from headwater.server.aggregation.robust_rules import scaled_to
+from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight, scaled_to
 from headwater.server.aggregation.round_reports import ReportColumns, in_all
 from headwater.server.fleet import (
     Answer,
@@ -45,6 +43,14 @@ from headwater.server.fleet import (
 log = logging.getLogger(__name__)
 
 BeyondNorm = Literal["refuse", "clip", "keep"]
+
+
+class Holder(Protocol):
+    """Holds updates one by one, for a rule that needs every single vector."""
+
+    def add(self, values_P: Tensor, weight: int) -> None:
+        """Hold a checked update."""
+        ...
 
 
 class OpenRound:
@@ -61,14 +67,16 @@ class OpenRound:
         metrics: tuple[str, ...] = (),
         norm_watch: NormWatch | None = None,
         beyond_norm: BeyondNorm = "refuse",
-        held: HeldUpdates | None = None,
+        held: Holder | None = None,
+        releases_reports: bool = True,
         times_of: Callable[[Plan], int] | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
 
         ``metrics`` are the names that a secure session of the round masks. ``norm_watch`` is None
         if norms are not watched. With ``held``, updates are held one by one for a robust rule
-        rather than added to the sum. ``times_of`` says how many times an update with this plan
+        rather than added to the sum. Without ``releases_reports`` the updates' reports are the
+        plans' own numbers. ``times_of`` says how many times an update with this plan
         counts; None: once.
         """
         self.metrics = metrics
@@ -97,6 +105,7 @@ class OpenRound:
         self._norm_watch = norm_watch
         self._beyond_norm = beyond_norm
         self._held = held
+        self.releases_reports = releases_reports
         self._times_of = times_of
 
     def times(self, plan: Plan) -> int:

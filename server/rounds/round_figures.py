@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 from headwater.common.messages import ReadyReport, ReportFields
 from headwater.server.aggregation.round_reports import RoundSum
@@ -34,19 +34,18 @@ def row_of_round(
 
     ``seconds_split`` are the server's seconds by part, ``client_seconds`` those of the clients.
     """
-    noise, ready, spent = step.noise, opened.ready, training.privacy
-    seen = training.masked.seen if ready else None
+    noise, ready = step.noise, opened.ready
     seconds = [max(part.seconds) for part in opened.columns]
     seconds += [one.seconds or 0.0 for one in ready.values()]
     total_seconds = sum(seconds_split.values())
-    return RoundRow(
+    row = RoundRow(
         round=training.round,
         num_clients=len(done.names),
         num_invited=len(planned.plans),
         num_examples=round(done.num_examples),
         num_examples_left_out=round(done.num_refused),
         weight=done.weight,
-        loss=math.nan if spent is not None else done.loss,
+        loss=done.loss,
         metrics=evaluated.metrics,
         num_test_left_out=evaluated.num_test_left_out,
         num_held_out_left_out=evaluated.num_held_out_left_out,
@@ -70,28 +69,23 @@ def row_of_round(
         heterogeneity=None if noise is None else noise.heterogeneity,
         measured_share=None if noise is None else noise.measured_share,
         num_clipped=done.num_clipped,
-        ring_masked=None if seen is None else seen[0],
-        ring_opened=None if seen is None else seen[1],
         num_bounded=planned.num_bounded,
         below_share=planned.below_share,
         num_outliers=len(opened.outliers),
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
-        clients=ClientRows({} if spent is not None else opened.accepted, opened.plans),
-        masked_clients=_masked_rows(training, opened, done),
-        epsilon=None if spent is None else spent.epsilon,
-        delta=None if spent is None else spent.delta,
-        noise_multiplier=None if spent is None else spent.last_multiplier,
-        privacy_unit=None if spent is None else spent.unit,
-        clip_norm=None if spent is None else spent.clip.last_norm,
-        clip_share=None if spent is None else spent.clip.last_share,
+        clients=ClientRows(opened.accepted if opened.releases_reports else {}, opened.plans),
+        masked_clients=_masked_rows(opened, done),
     )
+    for feature in training.features.values():
+        row = replace(row, **feature.figures(opened))
+    return row
 
 
-def _masked_rows(training: Training, opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
+def _masked_rows(opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
     """Return the rows of the clients that report no more than their plans and their hardware."""
     answers: dict[str, ReadyReport | ReportFields] = {**opened.ready}
-    if training.privacy is not None:
+    if not opened.releases_reports:
         answers |= opened.accepted
     plans = opened.plans
     return [masked_client_row(answers[name], plans[name]) for name in done.names if name in answers]

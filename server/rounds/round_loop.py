@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
@@ -16,11 +16,9 @@ from headwater.common.errors import (
     RoundAborted,
     TaskError,
     TermEnded,
-    UpdateAlreadyMasked,
 )
 from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
-from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
@@ -29,6 +27,7 @@ from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.checkpoint import keep_frozen
 from headwater.server.rounds.evaluation import EvaluatedRound
+from headwater.server.rounds.features import ModelAtRest
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_figures import row_of_round
@@ -55,10 +54,6 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
 POLL_SECONDS = 0.1
 
 
-class _ModelAtRest(Exception):
-    """Ends a masked run whose model does not change from round to round; it is no error."""
-
-
 def run(
     training: Training,
     fleet: Fleet,
@@ -81,8 +76,8 @@ def run(
     training.check_criteria()
     if folder is not None:
         resume_or_begin(training, fleet, folder, resume=resume)
-        if training.privacy is not None:
-            training.privacy.open_file(num_rounds=training.round)
+        for feature in training.features.values():
+            feature.begin(num_rounds=training.round)
     fleet.share_frozen(training.image)
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
@@ -149,7 +144,7 @@ def _run_rounds(
             row = run_round(training, fleet, observer)
         except Drained:
             return
-        except _ModelAtRest:
+        except ModelAtRest:
             log.warning(
                 "the run ends after round %d%s: its last step changed no bit of the model (a "
                 "learning rate near 0, or gradients of 0), and its devices have masked what they "
@@ -163,14 +158,12 @@ def _run_rounds(
             num_aborted += 1
             observer.aborted(error)
             log.warning("%s: %s", error.code, error)
-            if (
-                num_aborted >= settings.cohort.max_aborted_rounds
-                and not training.masked.has_narrowed
-            ):
+            has_learned = any(one.has_learned for one in training.features.values())
+            if num_aborted >= settings.cohort.max_aborted_rounds and not has_learned:
                 if type(first) is type(error):
                     raise
                 raise _since(first, error) from first
-            if not (fleet.has_virtual_clock or training.masked.has_narrowed):
+            if not (fleet.has_virtual_clock or has_learned):
                 wait_after_abort(num_aborted)
             continue
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
@@ -255,11 +248,10 @@ def finish_round(
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
-    sitting_out = _masked_before(opened, version=training.round)
-    training.planner.sit_out(sitting_out, round_number=training.round + 1)
     try:
         _raise_common_fault(opened)
-        _note_masked(training, opened, sitting_out)
+        for feature in training.features.values():
+            feature.answered(opened)
         done = training.close_round(opened, fleet)
     finally:
         observer.closed(opened)
@@ -320,13 +312,15 @@ def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch
         without=planner.sitting_out(round_number=training.round + 1),
     )
     watch.lap("wait")
+    names = clients.reports.keys()
+    turns = (feature.turns(names) for feature in training.features.values())
     observer.begun(training.round + 1, clients.reports)
     planned = planner.plan(
         clients,
         round_number=training.round + 1,
         counted=training.counted,
         turn_seconds=fleet.turn_seconds(),
-        due=None if training.privacy is None else training.privacy.due(clients.reports.keys()),
+        due=next((one for one in turns if one is not None), None),
     )
     fleet.ask_again(
         {name: planner.describe_request(left_out=why) for name, why in planned.left_out.items()}
@@ -352,40 +346,6 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
     watch.split["fold"] = fold_seconds
     if not fleet.has_virtual_clock:
         training.planner.round_seconds = watch.split["train"] + fold_seconds
-
-
-def _masked_before(opened: OpenRound, *, version: int) -> list[str]:
-    """Return the clients that refuse further plans at this model, as they masked too much at it."""
-    return [
-        name
-        for name, error in opened.refused.items()
-        if isinstance(error, UpdateAlreadyMasked)
-        and name in opened.plans
-        and opened.plans[name].model_version == version
-    ]
-
-
-def _note_masked(training: Training, opened: OpenRound, refusing: Sequence[str]) -> None:
-    """Note that clients were ready to mask at this model, or that none ever will be.
-
-    Raises:
-        _ModelAtRest: too few are left for a session, and the model will not change without one.
-        UpdateAlreadyMasked: all refuse, and no session of this run was the reason.
-    """
-    num_left, needed = len(opened.plans) - len(refusing), training.settings.num_clients_needed
-    if refusing and num_left < needed and training.masked.is_at_rest:
-        raise _ModelAtRest
-    if opened.ready:
-        training.masked.version_tried = training.round
-        return
-    is_tried = training.masked.version_tried == training.round
-    if refusing and len(refusing) == len(opened.plans) and not is_tried:
-        raise UpdateAlreadyMasked(
-            f"round {training.round + 1}: {counted(len(refusing), 'client')} masked most of their "
-            "examples at this model before this run began",
-            remedy="go on with the run that they were in (--resume), take another --seed, or ask "
-            "for fewer examples",
-        )
 
 
 def _raise_common_fault(opened: OpenRound) -> None:

@@ -21,8 +21,8 @@ from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.plan_messages import held_out_fraction
-from headwater.server.privacy.settings_check import check_resumed
 from headwater.server.rounds import checkpoint, model_selection
+from headwater.server.rounds.features import check_resumed
 from headwater.server.rounds.model_files import save_adapter, save_model
 from headwater.server.rounds.run_state import Training
 
@@ -41,11 +41,12 @@ def check_beginning(training: Training, folder: Path, *, resume: bool) -> None:
     """
     if not resume:
         _check_new(folder)
-    elif training.privacy is not None:
+    elif training.features:
         _, done = checkpoint.run_position(folder, resume=True)
-        training.privacy.open_file(num_rounds=done)
-        if training.settings.has_round_after(done):
-            training.privacy.check_left(round_number=done + 1)
+        for feature in training.features.values():
+            feature.begin(num_rounds=done)
+            if training.settings.has_round_after(done):
+                feature.check_left(round_number=done + 1)
 
 
 def _check_new(folder: Path) -> None:
@@ -110,7 +111,7 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
                 remedy="resume with the run's own settings: --resume --out DIR alone",
             )
     before = progress.settings or _settings_left(folder)
-    check_resumed(before, training.settings.privacy)
+    check_resumed(before, training.settings)
     training.changed = changes(before, values_of(training.settings))
     if INITIAL in training.changed:
         raise SettingsError(
@@ -138,9 +139,9 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     )
     training.target.restore(progress.target)
     training.selection = model_selection.restored(progress.selection, training.settings.evaluation)
-    training.masked.restore(progress.secure)
-    if training.privacy is not None:
-        training.privacy.clip = training.privacy.clip.restored(progress.privacy)
+    for name, row in (("secagg", progress.secure), ("privacy", progress.privacy)):
+        if name in training.features:
+            training.features[name].restore(row)
     fleet.restore_simulated(progress.simulated)
     return True
 
@@ -200,16 +201,21 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         asked=_data_settings(training.settings),
         target=training.target.state(),
         secure={
-            **training.masked.to_json(),
+            **_state_of(training, "secagg"),
             "culprits": exclusions.to_json(training.planner.excluded),
         },
         simulated=fleet.simulated_state(),
         selection=training.selection.to_json(),
-        privacy={} if training.privacy is None else training.privacy.clip.to_json(),
+        privacy=_state_of(training, "privacy"),
         broadcast_version=None if training.broadcast is None else training.broadcast.version,
         frozen_digest=training.image.frozen_digest,
         settings=values_of(training.settings),
     )
+
+
+def _state_of(training: Training, name: str) -> dict[str, Any]:
+    feature = training.features.get(name)
+    return {} if feature is None else feature.to_json()
 
 
 def step_back(training: Training, folder: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +27,20 @@ from headwater.common.task import load_task, max_weight_per_example, tell_round,
 from headwater.common.wording import counted
 from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.held_updates import held_updates
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
-from headwater.server.aggregation.step_correction import correct_steps
 from headwater.server.fleet import BranchOrder, Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target, local_round
-from headwater.server.privacy.round_terms import terms_of
-from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.rounds import evaluation, model_selection
+from headwater.server.rounds.features import Opening, RunFeature, run_features
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
-from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +113,8 @@ class Training:
             frozen=self.image.frozen_digest or None,
         )
         self.sum = CohortSum(self.image.layout)
-        self.held = held_updates(settings, num_parameters=self.image.layout.num_parameters)
         self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)
+        self._opening: Opening | None = None
         self.round = 0
         self.left_out_log = LeftOutLog()
         self.run_id = run_id
@@ -132,17 +126,18 @@ class Training:
             limit = settings.compression.history_bytes
             self.broadcast = BroadcastModel(self.image, down, history_bytes=limit)
         """The model as devices hold it; None if that is the server's own."""
-        self.masked = MaskedRounds(settings, self.broadcast or self.image)
         self.selection = model_selection.ModelSelection()
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
         self.publish: Callable[[], None] = lambda: None
         """Commits what the run's folder holds, if a standby follows it (``share``)."""
-        self.privacy: RunPrivacy | None = None
-        """What the rounds' noise has spent; None if the rounds have none."""
-        if settings.privacy.is_on:
-            num_values = self.image.layout.num_parameters
-            self.privacy = RunPrivacy(settings, num_values=num_values)
+        self.features: dict[str, RunFeature] = run_features(self)
+        """What the settings ask for beyond plain rounds, by name and in order."""
+
+    @property
+    def held_model(self) -> SentModel:
+        """The model as devices hold it."""
+        return self.broadcast or self.image
 
     def _check_terms(self) -> None:
         """Check that the settings go with the task's own terms, and that its penalty works.
@@ -181,9 +176,9 @@ class Training:
         session whose number may be used once; and before asynchronous plans are sent that a device
         may answer days later.
         """
-        self.publish = self.masked.publish = publish
-        if self.privacy is not None:
-            self.privacy.publish = publish
+        self.publish = publish
+        for feature in self.features.values():
+            feature.share(publish)
 
     def take_changed(self) -> dict[str, list[Any]]:
         """Return what changed when the run was resumed, for the first row after that alone."""
@@ -205,14 +200,11 @@ class Training:
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
         """
-        self.masked.has_narrowed = False
-        plans, max_weight = planned.plans, self.max_weight_per_example
-        scale_bits = None
-        if self.privacy is not None:
-            plans = self.privacy.private_plans(
-                plans, max_weight_per_example=max_weight, owned=planned.owned
-            )
-            scale_bits = self.privacy.scale_bits(terms_of(plans.values()))
+        max_weight = self.max_weight_per_example
+        opening = Opening(plans=planned.plans, owned=planned.owned, norm_watch=self.norm_watch)
+        for feature in self.features.values():
+            feature.open(opening)
+        plans = opening.plans
         planned_weight = sum(
             (1 if times_of is None else times_of(plan))
             * (plan.weigh_as or max_weight * plan.max_examples)
@@ -222,10 +214,9 @@ class Training:
         self.sum.open(
             num_clients=number,
             planned_weight=-(-planned_weight * number // max(len(plans), 1)),
-            scale_bits=scale_bits,
+            scale_bits=opening.scale_bits,
         )
-        if self.held is not None:
-            self.held.open(num_clients=len(plans))
+        self._opening = opening
         return OpenRound(
             plans=plans,
             total=self.sum,
@@ -233,10 +224,10 @@ class Training:
             owned=planned.owned,
             num_left_out=planned.num_too_slow,
             metrics=planned.metrics,
-            # A limit that follows the cohort would let one update change how others are clipped.
-            norm_watch=self.norm_watch if self.privacy is None else None,
+            norm_watch=opening.norm_watch,
             beyond_norm=self.settings.aggregation.beyond_norm,
-            held=self.held,
+            held=opening.held,
+            releases_reports=opening.releases_reports,
             times_of=times_of,
         )
 
@@ -246,71 +237,49 @@ class Training:
             plans=plans,
             scale_bits=self.sum.scale_bits,
             max_weight_per_example=self.max_weight_per_example,
-            norm_watch=self.norm_watch if self.privacy is None else None,
+            norm_watch=None if self._opening is None else self._opening.norm_watch,
             beyond_norm=self.settings.aggregation.beyond_norm,
         )
 
     def close_round(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
-        """Divide the cohort's sum once by its weight; unmask it first in a secure session.
+        """Divide the cohort's sum once by its weight, or let a feature do it in its own way.
 
         Raises:
-            TooFewClients: fewer updates than --min-clients, or than the robust rule needs.
+            TooFewClients: fewer updates than --min-clients, or than a feature needs.
             OutlierInRound: see ``_follow_norms``.
-            RoundAborted: the secure session was aborted.
+            RoundAborted: see ``RunFeature.close``.
         """
-        is_masked = self.settings.secure.aggregation != "off"
         self._follow_norms(opened)
-        self._check_enough(opened, opened.ready if is_masked else opened.accepted)
-        if is_masked:
-            done = self.masked.sum(
-                opened,
-                fleet,
-                run_id=self.run_id,
-                max_weight_per_example=self.max_weight_per_example,
-                exclude=partial(self.planner.exclude, round_number=self.round + 1),
-                note_unmasked=partial(self._note_unmasked, opened),
-            )
-            self._check_enough(opened, done.names)
-            correct_steps(done, opened.plans, {}, opened.times)
-            # Private clients have masked zeros in place of their metrics.
-            return done if self.privacy is None else replace(done, metric_sums={})
-        columns, held, bit_sum = opened.columns, self.held, None
+        features = self.features.values()
+        found = (feature.close(opened, fleet) for feature in features)
+        done = next((one for one in found if one is not None), None) or self._plain_sum(opened)
+        for feature in features:
+            done = feature.closed(done, opened)
+        return done
+
+    def _plain_sum(self, opened: OpenRound) -> RoundSum:
+        self.check_enough(opened, opened.accepted)
         if not opened.weight:
             raise NothingSummed(
                 f"round {self.round + 1}: the examples of "
                 f"{counted(len(opened.accepted), 'device')} weigh 0 together: there is no mean of "
                 "their losses"
             )
-        if self.privacy is not None:
-            bit_sum = self.privacy.add_noise(
-                self.sum,
-                terms_of(opened.plans.values()),
-                round_number=self.round + 1,
-                names=opened.accepted,
-                clip_bits=opened.clip_bits,
-            )
+        for feature in self.features.values():
+            feature.reveal(opened)
         done = plain_sum(
-            columns,
+            opened.columns,
             names=tuple(opened.accepted),
-            mean_P=self.sum.close() if held is None else held.mean(self.sum),
-            weight=opened.weight if held is None else held.weight,
+            mean_P=self.sum.close(),
+            weight=opened.weight,
             max_weight_per_example=self.max_weight_per_example,
-            is_private=self.privacy is not None,
-            # Neither a robust rule's gradient nor one of several models is the mean of the examples
-            # that the estimate compares.
-            noise=total(opened.noise) if held is None and opened.has_one_model else None,
-            bit_sum=bit_sum,
+            # A gradient of several models is not the mean of the examples that the estimate
+            # compares.
+            noise=total(opened.noise) if opened.has_one_model else None,
         )
         # What a codec or a private round's noise has moved is stepped as any other.
         unused = zero_tensors(done.mean_P, self.image.layout.spans, opened.unused)
-        done = replace(done, unused=unused)
-        reports = {} if self.privacy is not None else opened.accepted
-        correct_steps(done, opened.plans, reports, opened.times)
-        return done
-
-    def _note_unmasked(self, opened: OpenRound, unmasked: UnmaskedSum) -> None:
-        if self.privacy is not None:
-            self.privacy.note_unmasked(unmasked, terms_of(opened.plans.values()))
+        return replace(done, unused=unused)
 
     def _follow_norms(self, opened: OpenRound) -> None:
         """Take the round's norms into the watch; what it learns outlives an aborted round.
@@ -328,7 +297,12 @@ class Training:
             }
             self.norm_watch.check_first(accepted, round_number=self.round + 1)
 
-    def _check_enough(self, opened: OpenRound, included: Sized) -> None:
+    def check_enough(self, opened: OpenRound, included: Sized) -> None:
+        """Check that enough updates are included; see ``headwater.server.aggregation.quorum``.
+
+        Raises:
+            TooFewClients: there are not.
+        """
         check_quorum(
             len(included),
             needed=self.settings.cohort.min_clients,
@@ -368,8 +342,8 @@ class Training:
             )
         self.round += 1
         self.counted |= {name: opened.plans[name].round for name in done.names}
-        if self.privacy is not None:
-            self.privacy.follow_clip(done.bit_sum, num_devices=len(done.names))
+        for feature in self.features.values():
+            feature.committed(done)
         target = self.target.num_examples if self.target.by else None
         self.target.commit(totals, noise)
         return StepResult(
@@ -387,7 +361,7 @@ class Training:
         settings = self.settings
         is_plain = settings.secure.aggregation == "off"
         has_other_turns = settings.asynchronous.is_on or settings.num_rounds is None
-        if is_plain or has_other_turns or self.privacy is not None or not self.optimizer.is_paused:
+        if is_plain or has_other_turns or settings.privacy.is_on or not self.optimizer.is_paused:
             return False
         self.optimizer.pass_step()
         self.round += 1

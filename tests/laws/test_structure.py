@@ -28,8 +28,11 @@ MUST_NOT_IMPORT = {
         *("server", "server/enrolment", "server/flower", "server/operations"),
         *("server/rounds", "server/secagg", "server/transport"),
     ),
-    "server/rounds": ("server/transport", "server/flower", "server/operations"),
-    "server/secagg": ("server/rounds", "server/planning"),
+    "server/rounds": (
+        *("server/transport", "server/flower", "server/operations", "server/secagg"),
+        *("server/robust", "server/local_training"),
+    ),
+    "server/secagg": ("server/planning",),
     "server/transport": (
         *("server/rounds", "server/planning", "server/secagg", "server/operations"),
     ),

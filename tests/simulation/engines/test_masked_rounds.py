@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from headwater.common.errors import SettingsError, TooFewSurvivors
-from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.masked_rounds import MaskedRounds
 from headwater.server.rounds.round_loop import MODEL
+from headwater.server.rounds.run_state import Training
+from headwater.server.secagg.masked_rounds import MaskedRounds
 from headwater.simulation.run import run_engine
 
 DEVICES = 8
@@ -171,11 +170,13 @@ def test_masked_rounds_at_a_learning_rate_of_0_are_left_out_and_the_schedule_goe
 
 def test_a_masked_run_knows_that_its_model_is_at_rest_when_it_is_resumed(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, secure={"aggregation": "semi-honest"})
-    masked = MaskedRounds(settings, ModelImage(nn.Linear(2, 2)))
+    first, second = (Training(settings, run_id=1) for _ in range(2))
+    masked, again = first.features["secagg"], second.features["secagg"]
+    assert isinstance(masked, MaskedRounds)
+    assert isinstance(again, MaskedRounds)
     assert not masked.is_at_rest
-    masked.summed_at = masked.image.digest
-    again = MaskedRounds(settings, masked.image)
+    masked.summed_at = first.image.digest
     again.restore(json.loads(json.dumps(masked.to_json())))
     assert again.is_at_rest
-    again.image.values_P.add_(1.0)  # type: ignore[attr-defined]
+    second.image.values_P.add_(1.0)
     assert not again.is_at_rest

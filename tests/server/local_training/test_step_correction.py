@@ -22,7 +22,7 @@ from headwater.common.messages import Plan
 from headwater.common.optimizers.local_optimizer import path_length
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.aggregation.round_reports import RoundSum
-from headwater.server.aggregation.step_correction import correct_steps, mean_path_length
+from headwater.server.local_training.step_correction import correct_steps, mean_path_length
 from tests.tasks import Given
 from tests.training_contexts import plan, trained, training_context
 

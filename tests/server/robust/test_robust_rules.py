@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from headwater.common.errors import StateError, TooFewClients
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
-from headwater.server.aggregation import robust_rules
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.held_updates import HeldUpdates
-from headwater.server.aggregation.robust_rules import Rule, num_attackers, num_needed, scaled_to
+from headwater.server.aggregation.norm_watch import scaled_to
+from headwater.server.robust import robust_rules
+from headwater.server.robust.held_updates import HeldUpdates
+from headwater.server.robust.robust_rules import Rule, num_attackers, num_needed
 
 ROBUST: tuple[Rule, ...] = ("clipped", "trimmed-mean", "median", "krum")
 NUM_VALUES = 6

@@ -15,24 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from headwater.common.errors import StateError, TooFewClients
-from headwater.common.settings.schema import Settings
-from headwater.server.aggregation import robust_rules
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.robust_rules import Rows, Rule
-
-
-def held_updates(settings: Settings, *, num_parameters: int) -> HeldUpdates | None:
-    """Return room for the updates that a robust rule compares; None for a sum."""
-    chosen = settings.aggregation
-    if chosen.rule == "sum":
-        return None
-    return HeldUpdates(
-        chosen.rule,
-        num_parameters=num_parameters,
-        share=chosen.attackers,
-        ram_bytes=settings.server.staging_bytes,
-        folder=settings.out,
-    )
+from headwater.server.robust import robust_rules
+from headwater.server.robust.robust_rules import Rows, Rule
 
 
 class HeldUpdates:

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.server.aggregation.norm_watch import norm_per_weight
+from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
 
 Rule = Literal["sum", "clipped", "trimmed-mean", "median", "krum"]
 Rows = NDArray[np.float32]
@@ -94,14 +94,6 @@ def clipped(rows_NP: Rows, weights: Sequence[int]) -> Iterator[tuple[Tensor, int
     limit = float(np.median(norms))
     for row, weight, norm in zip(rows_NP, weights, norms, strict=True):
         yield scaled_to(torch.from_numpy(row), norm=norm, limit=limit), weight
-
-
-def scaled_to(values_P: Tensor, *, norm: float, limit: float) -> Tensor:
-    """Return a vector of this norm with at most the norm ``limit``; unchanged, or a copy."""
-    if norm <= limit:
-        return values_P
-    # In float64: the factor of a vector of 3e38 is below what float32 resolves.
-    return (values_P.double() * (limit / norm)).float()
 
 
 def _chunks(rows_NP: Rows, weights: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from headwater.common.compression.model_difference import SentModel
-from headwater.common.errors import FirstSumClipped, RoundAborted
+from headwater.common.errors import FirstSumClipped, RoundAborted, UpdateAlreadyMasked
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
-from headwater.common.settings.schema import Settings
+from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
+from headwater.server.rounds.features import ModelAtRest, Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg import group_testing
 from headwater.server.secagg.encoding_state import EncodingState, decode_sum
@@ -30,7 +31,7 @@ from headwater.server.secagg.group_sums import sum_groups
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.ring_histogram import ring_histogram
-from headwater.server.secagg.session import ReadyCohort, Refuse, setup_of
+from headwater.server.secagg.session import ReadyCohort, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
@@ -41,34 +42,83 @@ MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it maske
 RANDOM_ROOM = 2.0
 """What random-k leaves out grows in the first rounds: from the first to the second it doubles."""
 
-Exclude = Callable[[Mapping[str, str]], None]
-"""Takes the clients that made a session fail, with the reasons."""
 
+class MaskedRounds(RunFeature):
+    """Opens secure sessions, and keeps what a run's masked rounds hand on to the next one."""
 
-@dataclass(slots=True)
-class MaskedRounds:
-    """What a run's masked rounds hand on to the next one."""
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._image = run.held_model
+        self.version_tried: int | None = None
+        """The last model at which clients were ready to mask in this run."""
+        self.summed_at: bytes | None = None
+        """The digest of the last model at which a session of this run was opened."""
+        self.seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """What the server saw of the last session: the histograms of one member's masked vector,
+        and of the opened sum."""
+        self.summed_times = 0
+        """The divisor of the last mean: each session's weight, as often as it counts."""
+        self._has_narrowed = False
+        self._publish: Callable[[], None] = lambda: None
+        self._digests: dict[int, bytes] = {}
+        """Of the models that asynchronous plans were sent with, by their versions."""
+        self._encoding = EncodingState()
+        self._suspicion = group_testing.Suspicion()
+        self._sessions: SessionNumbers | None = None
 
-    settings: Settings
-    image: SentModel
-    has_narrowed: bool = False
-    """Whether the sums of the last round told more about which client masks false numbers."""
-    version_tried: int | None = None
-    """The last model at which clients were ready to mask in this run."""
-    summed_at: bytes | None = None
-    """The digest of the last model at which a session of this run was opened."""
-    publish: Callable[[], None] = lambda: None
-    """Called when a session's number is stored, before it is used."""
-    seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """What the server saw of the last session: the histograms of one member's masked vector, and of
-    the opened sum."""
-    summed_times: int = 0
-    """The divisor of the last mean: each session's weight, as often as it counts."""
-    _digests: dict[int, bytes] = field(default_factory=dict)
-    """Of the models that asynchronous plans were sent with, by their versions."""
-    _encoding: EncodingState = field(default_factory=EncodingState)
-    _suspicion: group_testing.Suspicion = field(default_factory=group_testing.Suspicion)
-    _sessions: SessionNumbers | None = None
+    def share(self, publish: Callable[[], None]) -> None:
+        """Call ``publish`` when a session's number is stored, before it is used."""
+        self._publish = publish
+
+    def open(self, opening: Opening) -> None:
+        self._has_narrowed = False
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the sums of the last round told more about which client masks false numbers."""
+        return self._has_narrowed
+
+    def answered(self, opened: OpenRound) -> None:
+        """Let clients sit out that masked too much at this model; note that others are ready.
+
+        Raises:
+            ModelAtRest: too few are left for a session, and the model will not change without one.
+            UpdateAlreadyMasked: all refuse, and no session of this run was the reason.
+        """
+        run = self._run
+        refusing = _masked_before(opened, version=run.round)
+        run.planner.sit_out(refusing, round_number=run.round + 1)
+        num_left, needed = len(opened.plans) - len(refusing), run.settings.num_clients_needed
+        if refusing and num_left < needed and self.is_at_rest:
+            raise ModelAtRest
+        if opened.ready:
+            self.version_tried = run.round
+            return
+        is_tried = self.version_tried == run.round
+        if refusing and len(refusing) == len(opened.plans) and not is_tried:
+            raise UpdateAlreadyMasked(
+                f"round {run.round + 1}: {counted(len(refusing), 'client')} masked most of their "
+                "examples at this model before this run began",
+                remedy="go on with the run that they were in (--resume), take another --seed, or "
+                "ask for fewer examples",
+            )
+
+    def close(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
+        """Unmask the sum of the clients that are ready.
+
+        Raises:
+            TooFewClients: fewer than --min-clients are ready, or survived.
+            RoundAborted: the secure session was aborted.
+        """
+        self._run.check_enough(opened, opened.ready)
+        done = self._sum(opened, fleet)
+        self._run.check_enough(opened, done.names)
+        return done
+
+    def figures(self, opened: OpenRound) -> dict[str, Any]:
+        if not opened.ready or self.seen is None:
+            return {}
+        return {"ring_masked": self.seen[0], "ring_opened": self.seen[1]}
 
     @property
     def is_at_rest(self) -> bool:
@@ -77,7 +127,7 @@ class MaskedRounds:
         Two sums of one example at one model differ by the dropouts, so devices mask it once there,
         whatever number the server gives the model.
         """
-        return self.summed_at is not None and self.summed_at == self.image.digest
+        return self.summed_at is not None and self.summed_at == self._image.digest
 
     def note_sent(self, version: int, *, oldest: int) -> None:
         """Note the digest of the model that plans are sent with; forget those before ``oldest``.
@@ -86,18 +136,9 @@ class MaskedRounds:
         """
         self._digests = {at: digest for at, digest in self._digests.items() if at >= oldest}
         if version not in self._digests:
-            self._digests[version] = self.image.digest
+            self._digests[version] = self._image.digest
 
-    def sum(
-        self,
-        opened: OpenRound,
-        fleet: Fleet,
-        *,
-        run_id: int,
-        max_weight_per_example: int,
-        exclude: Exclude,
-        note_unmasked: Callable[[UnmaskedSum], None],
-    ) -> RoundSum:
+    def _sum(self, opened: OpenRound, fleet: Fleet) -> RoundSum:
         """Sum the ready clients' masked updates: a session for each model that they are of.
 
         So no session has members of two models. Each opened sum counts as often as an update of its
@@ -115,20 +156,12 @@ class MaskedRounds:
             cohort = ReadyCohort.of(
                 {name: opened.ready[name] for name in names},
                 plans,
-                max_weight_per_example=max_weight_per_example,
+                max_weight_per_example=self._run.max_weight_per_example,
                 metrics=opened.metrics,
             )
             plan = plans[names[0]]
             try:
-                done = self._sum_of_model(
-                    cohort,
-                    plan,
-                    fleet,
-                    run_id=run_id,
-                    refuse=opened.refuse,
-                    exclude=exclude,
-                    note_unmasked=note_unmasked,
-                )
+                done = self._sum_of_model(cohort, plan, opened, fleet)
             except RoundAborted as error:
                 aborted.append((names, error))
             else:
@@ -145,15 +178,7 @@ class MaskedRounds:
         return done if opened.has_one_model else replace(done, noise=None)
 
     def _sum_of_model(
-        self,
-        cohort: ReadyCohort,
-        plan: Plan,
-        fleet: Fleet,
-        *,
-        run_id: int,
-        refuse: Refuse,
-        exclude: Exclude,
-        note_unmasked: Callable[[UnmaskedSum], None],
+        self, cohort: ReadyCohort, plan: Plan, opened: OpenRound, fleet: Fleet
     ) -> RoundSum:
         """Sum a cohort of one model; ``plan`` is one of its plans.
 
@@ -162,13 +187,17 @@ class MaskedRounds:
         Raises:
             RoundAborted: a secure session was aborted.
         """
-        chosen = self.settings.secure
+        run, refuse = self._run, opened.refuse
+        chosen, run_id = run.settings.secure, run.run_id
+        exclude = partial(run.planner.exclude, round_number=run.round + 1)
         if self._sessions is None:
-            self._sessions = SessionNumbers(self.settings.out, run_id=run_id, publish=self.publish)
+            self._sessions = SessionNumbers(
+                self._run.settings.out, run_id=run_id, publish=self._publish
+            )
         sessions = self._sessions
         rotation_seed = os.urandom(32)
         digests = self._digests  # of synchronous rounds there are none: all plans have this model
-        model_digest = digests[plan.model_version] if digests else self.image.digest
+        model_digest = digests[plan.model_version] if digests else self._image.digest
         groups = group_testing.groups(
             cohort.ready,
             self._suspicion,
@@ -183,13 +212,13 @@ class MaskedRounds:
                 self._encoding,
                 run_id=run_id,
                 number=sessions.next(plan.round),
-                num_values=self.image.layout.num_parameters,
+                num_values=self._image.layout.num_parameters,
                 model_digest=model_digest,
                 rotation_seed=rotation_seed,
                 whole=cohort if len(groups) > 1 else None,
             )
 
-        num_values = self.image.layout.num_parameters
+        num_values = self._image.layout.num_parameters
         bounds, num_masked = None, cohort.num_masked(num_values)
         ring_bits = self._encoding.ring_bits(
             chosen.ring_bits, num_masked, is_private=cohort.privacy is not None
@@ -207,14 +236,15 @@ class MaskedRounds:
                 refuse=refuse,
                 leave_out=exclude,
             )
-            note_unmasked(unmasked)
+            for feature in self._run.features.values():
+                feature.reveal(opened, unmasked)
             self.seen = unmasked.first_seen, ring_histogram(unmasked.vector_P)
             return unmasked
 
         sums = sum_groups(cohort, groups, run_session=run_session, refuse=refuse)
         before = self._suspicion
         self._suspicion, culprits = sums.after(before)
-        self.has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
+        self._has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
@@ -230,7 +260,7 @@ class MaskedRounds:
             cohort.coding.positions(num_values).scatter_add(done.mean_P, mean_P)
             return replace(done, mean_P=mean_P)
         if total.numbers[NUM_ZERO] == 0:  # see there; a rotation leaves no tensor at zero
-            spans = self.image.layout.spans
+            spans = self._image.layout.spans
             unused = zero_tensors(done.mean_P, spans, range(len(spans)))
             done = replace(done, unused=unused)
         return done
@@ -261,6 +291,17 @@ class MaskedRounds:
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
         summed_at = row.get("summed_at")
         self.summed_at = None if summed_at is None else bytes.fromhex(summed_at)
+
+
+def _masked_before(opened: OpenRound, *, version: int) -> list[str]:
+    """Return the clients that refuse further plans at this model, as they masked too much at it."""
+    return [
+        name
+        for name, error in opened.refused.items()
+        if isinstance(error, UpdateAlreadyMasked)
+        and name in opened.plans
+        and opened.plans[name].model_version == version
+    ]
 
 
 def clients_by_model(names: Iterable[str], plans: Mapping[str, Plan]) -> dict[int, list[str]]:

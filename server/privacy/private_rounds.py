@@ -1,0 +1,92 @@
+"""Private rounds: their plans' terms, the noise of a plain sum, and what is not released."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.privacy.round_terms import terms_of
+from headwater.server.privacy.run_privacy import RunPrivacy
+from headwater.server.rounds.features import Opening, RunFeature, RunState
+from headwater.server.rounds.open_round import OpenRound
+
+
+class PrivateRounds(RunFeature):
+    """Spends a run's privacy, round by round."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        num_values = run.image.layout.num_parameters
+        self.privacy = RunPrivacy(run.settings, num_values=num_values)
+        """What the rounds' noise has spent."""
+        self._bit_sum: float | None = None
+
+    def share(self, publish: Callable[[], None]) -> None:
+        self.privacy.publish = publish
+
+    def begin(self, *, num_rounds: int) -> None:
+        self.privacy.open_file(num_rounds=num_rounds)
+
+    def check_left(self, *, round_number: int) -> None:
+        self.privacy.check_left(round_number=round_number)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.privacy.clip.to_json())
+
+    def restore(self, row: Mapping[str, Any]) -> None:
+        self.privacy.clip = self.privacy.clip.restored(row)
+
+    def turns(self, names: Collection[str]) -> Sequence[str] | None:
+        return self.privacy.due(names)
+
+    def open(self, opening: Opening) -> None:
+        """Give the plans the round's terms.
+
+        Raises:
+            PrivacySpent: one more sum would exceed the run's epsilon.
+        """
+        opening.plans = self.privacy.private_plans(
+            opening.plans,
+            max_weight_per_example=self._run.max_weight_per_example,
+            owned=opening.owned,
+        )
+        opening.scale_bits = self.privacy.scale_bits(terms_of(opening.plans.values()))
+        # A limit that follows the cohort would let one update change how others are clipped.
+        opening.norm_watch = None
+        opening.releases_reports = False
+
+    def reveal(self, opened: OpenRound, unmasked: Any = None) -> None:
+        terms = terms_of(opened.plans.values())
+        if unmasked is not None:
+            self.privacy.note_unmasked(unmasked, terms)
+            return
+        self._bit_sum = self.privacy.add_noise(
+            self._run.sum,
+            terms,
+            round_number=self._run.round + 1,
+            names=opened.accepted,
+            clip_bits=opened.clip_bits,
+        )
+
+    def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
+        """Leave out the metrics, which have no noise; masked ones are zeros."""
+        bit_sum = done.bit_sum if opened.ready else self._bit_sum
+        return replace(done, metric_sums={}, bit_sum=bit_sum)
+
+    def committed(self, done: RoundSum) -> None:
+        self.privacy.follow_clip(done.bit_sum, num_devices=len(done.names))
+
+    def figures(self, opened: OpenRound) -> dict[str, Any]:
+        spent = self.privacy
+        return {
+            "loss": math.nan,
+            "epsilon": spent.epsilon,
+            "delta": spent.delta,
+            "noise_multiplier": spent.last_multiplier,
+            "privacy_unit": spent.unit,
+            "clip_norm": spent.clip.last_norm,
+            "clip_share": spent.clip.last_share,
+        }

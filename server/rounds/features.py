@@ -1,0 +1,190 @@
+"""The features of a run's rounds: the moments at which they act on a sum, and the one list of them.
+
+A feature is imported if the run's settings turn it on. It attaches to the core, which knows it by
+these moments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from headwater.common.compression.model_difference import SentModel
+from headwater.common.messages import Plan
+from headwater.common.model.parameters import ModelImage
+from headwater.common.settings.schema import Settings
+from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.norm_watch import NormWatch
+from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.fleet import Fleet
+from headwater.server.planning.round_plans import RoundPlanner
+from headwater.server.rounds.open_round import Holder, OpenRound
+
+
+class ModelAtRest(Exception):
+    """Ends a run whose model does not change from round to round; it is no error."""
+
+
+class RunState(Protocol):
+    """What a feature may know of the run."""
+
+    settings: Settings
+    image: ModelImage
+    sum: CohortSum
+    planner: RoundPlanner
+    round: int
+    run_id: int
+    max_weight_per_example: int
+    features: dict[str, RunFeature]
+
+    @property
+    def held_model(self) -> SentModel:
+        """The model as devices hold it."""
+
+    def check_enough(self, opened: OpenRound, included: Sized) -> None:
+        """Check that enough updates are included; see ``headwater.server.aggregation.quorum``."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Opening:
+    """What is decided as a round opens."""
+
+    plans: Mapping[str, Plan]
+    owned: Mapping[str, int]
+    """The number of examples that each client has, or ``UNTOLD_EXAMPLES``."""
+    norm_watch: NormWatch | None
+    """The limit of the updates' norms; None if they are not watched."""
+    scale_bits: int | None = None
+    """f, if the sum is made in steps of 2^-f; None: as the cohort sum chooses."""
+    held: Holder | None = None
+    """Where updates are held one by one; None: they are added to the sum."""
+    releases_reports: bool = True
+    """Whether the updates' reports tell what their devices did."""
+
+
+class RunFeature:
+    """The moments of a run; a feature overrides those that it needs."""
+
+    def __init__(self, run: RunState) -> None:
+        """Take the run, whose model is built."""
+
+    # The run.
+
+    def share(self, publish: Callable[[], None]) -> None:
+        """Call ``publish`` when the run's folder holds what must outlive this server."""
+
+    def begin(self, *, num_rounds: int) -> None:
+        """Open what the feature has in the run's folder, which is of so many rounds.
+
+        Raises:
+            HeadwaterError: it cannot be read, or does not go with the settings.
+        """
+
+    def check_left(self, *, round_number: int) -> None:
+        """Check, before clients connect, that a resumed run may have another round.
+
+        Raises:
+            HeadwaterError: it may not.
+        """
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for the checkpoint."""
+        return {}
+
+    def restore(self, row: Mapping[str, Any]) -> None:
+        """Take the state that ``to_json`` gave; the initial state from an empty row."""
+
+    # A round, in this order.
+
+    def turns(self, names: Collection[str]) -> Sequence[str] | None:
+        """Return the clients that may be in the next round, in order; None: all, in any order."""
+        return None
+
+    def open(self, opening: Opening) -> None:
+        """Change what is decided as a round opens."""
+
+    def answered(self, opened: OpenRound) -> None:
+        """Learn from a round whose answers are all in; it outlives an aborted round.
+
+        Raises:
+            ModelAtRest: no round will change the model.
+            HeadwaterError: the run ends.
+        """
+
+    def reveal(self, opened: OpenRound, unmasked: Any = None) -> None:
+        """Change a sum that is about to become known, or note it on disk first.
+
+        ``unmasked`` is what a secure session opened; None: the plain sum.
+        """
+
+    def close(self, opened: OpenRound, fleet: Fleet) -> RoundSum | None:
+        """Return the round's sum in the place of ``plain_sum``; None: that one."""
+        return None
+
+    def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
+        """Change the sum after its division."""
+        return done
+
+    def committed(self, done: RoundSum) -> None:
+        """Note that the round counts."""
+
+    def figures(self, opened: OpenRound) -> dict[str, Any]:
+        """Return fields of the round's row."""
+        return {}
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the last attempt taught something, so that its abort does not count."""
+        return False
+
+
+# By name: whether the settings turn it on, and its class. In the order in which they act.
+FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "robust": (
+        lambda settings: settings.aggregation.rule != "sum",
+        "headwater.server.robust.robust_rounds:RobustRounds",
+    ),
+    "privacy": (
+        lambda settings: settings.privacy.is_on,
+        "headwater.server.privacy.private_rounds:PrivateRounds",
+    ),
+    "secagg": (
+        lambda settings: settings.secure.aggregation != "off",
+        "headwater.server.secagg.masked_rounds:MaskedRounds",
+    ),
+    "local_training": (
+        lambda settings: settings.local.is_on,
+        "headwater.server.local_training.corrected_rounds:CorrectedRounds",
+    ),
+}
+
+
+def run_features(run: RunState) -> dict[str, RunFeature]:
+    """Return the features that the run's settings turn on, by name, in their order."""
+    found: dict[str, RunFeature] = {}
+    for name, (is_on, place) in FEATURES.items():
+        if is_on(run.settings):
+            module, _, kind = place.partition(":")
+            found[name] = getattr(import_module(module), kind)(run)
+    return found
+
+
+def own_rounds(settings: Settings, fleet: object) -> Any:
+    """Return what runs a round in the place of a synchronous one; None if nothing does."""
+    if not settings.asynchronous.is_on:
+        return None
+    module = import_module("headwater.server.asynchronous.buffered_rounds")
+    return module.BufferedRounds(fleet, settings)
+
+
+def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
+    """Check that a resumed run's features go with what its rounds had so far, on or off.
+
+    ``before`` are its settings by their dotted keys.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    import_module("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)
