@@ -17,7 +17,7 @@ from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
-from headwater.server.rounds.features import own_rounds
+from headwater.server.rounds.features import own_rounds, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
@@ -25,7 +25,6 @@ from headwater.server.rounds.run_folder import check_beginning
 from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
 from headwater.server.succession.model_versions import ModelVersions
-from headwater.server.tracking.trackers import trackers
 
 # Flower's engines show only the loggers that descend from Flower's own.
 flower_log = logging.getLogger("flwr.headwater")

@@ -8,6 +8,7 @@ run's task if that is installed on it (``server.transport.admission``).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import default_out, load_run
@@ -15,9 +16,11 @@ from headwater.common.system.console import console
 from headwater.common.transport.tls import Credentials
 from headwater.server.operations.progress import print_result, print_settings, show_progress
 from headwater.server.serve import serve_run
-from headwater.server.standby.shared_run import SharedRun
 from headwater.server.succession.run_queue import last_run, take_next
 from headwater.server.succession.submission import of_this_server
+
+if TYPE_CHECKING:
+    from headwater.server.standby.shared_run import SharedRun
 
 
 def serve_runs(

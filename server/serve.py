@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,10 +28,12 @@ from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
-from headwater.server.standby.shared_run import SharedRun
 from headwater.server.succession.run_queue import has_queue, refuse_queue
 from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
+
+if TYPE_CHECKING:
+    from headwater.server.standby.shared_run import SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,15 +20,12 @@ from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
-from headwater.server.rounds.features import own_rounds
+from headwater.server.rounds.features import own_rounds, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
-from headwater.server.tracking.trackers import trackers
 from headwater.server.transport.device_records import Stages
-from headwater.server.tree.aggregator import Aggregator
-from headwater.server.tree.tree_fleet import TreeFleet
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import cached_decisions
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -137,6 +134,9 @@ def _run_in_process(
 
 def tree_of(fleet: LocalFleet, training: Training) -> Fleet:
     """Return the fleet with its devices divided evenly among the aggregators of the settings."""
+    from headwater.server.tree.aggregator import Aggregator  # most runs have one server alone
+    from headwater.server.tree.tree_fleet import TreeFleet
+
     chosen = training.settings.simulation
     return TreeFleet(
         fleet,

@@ -20,6 +20,7 @@ from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.fleet import Fleet
 from headwater.server.planning.round_plans import RoundPlanner
+from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import Holder, OpenRound
 
 
@@ -177,6 +178,17 @@ def own_rounds(settings: Settings, fleet: object) -> Any:
         return None
     module = import_module("headwater.server.asynchronous.buffered_rounds")
     return module.BufferedRounds(fleet, settings)
+
+
+def trackers(settings: Settings) -> list[Observer]:
+    """Return the observer of ``--track``, in a list; none if it is not set.
+
+    Raises:
+        SettingsError: there is no such observer, or its package is not installed.
+    """
+    if settings.track is None:
+        return []
+    return [import_module("headwater.server.tracking.trackers").tracker(settings.track)]
 
 
 def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:

@@ -12,22 +12,18 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError
 from headwater.common.named_objects import constructed
-from headwater.common.settings.schema import Settings
 from headwater.server.rounds.observer import Observer
 from headwater.server.tracking.user_observer import UserObserver
 
 SUFFIX = "_tracker"
 
 
-def trackers(settings: Settings) -> list[Observer]:
-    """Return the observer of ``--track``, in a list; none if it is not set.
+def tracker(name: str) -> Observer:
+    """Return the observer of ``--track NAME``.
 
     Raises:
         SettingsError: there is no such observer, or its package is not installed.
     """
-    name = settings.track
-    if name is None:
-        return []
     shipped = sorted(
         module.name.removesuffix(SUFFIX)
         for module in pkgutil.iter_modules([str(Path(__file__).parent)])
@@ -35,11 +31,11 @@ def trackers(settings: Settings) -> list[Observer]:
     )
     if name in shipped:
         module = import_module(f"{__package__}.{name}{SUFFIX}")
-        return [UserObserver(getattr(module, f"{name.capitalize()}Tracker")())]
+        return UserObserver(getattr(module, f"{name.capitalize()}Tracker")())
     if ":" not in name:
         raise SettingsError(
             f"--track knows no {name!r}",
             remedy=f"choose {', '.join(shipped)}, or name a class of your own as in "
             "my_observers.py:MyObserver",
         )
-    return [UserObserver(constructed(name, {}, what="observer"))]
+    return UserObserver(constructed(name, {}, what="observer"))

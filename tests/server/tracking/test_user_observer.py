@@ -14,9 +14,9 @@ from torch import nn
 import headwater
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
+from headwater.server.rounds.features import trackers
 from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.tracking.trackers import trackers
 from headwater.server.tracking.user_observer import UserObserver
 from tests.python_tasks import Signs
 from tests.round_rows import row
