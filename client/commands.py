@@ -87,7 +87,8 @@ def _token_text(file: Path | None) -> str:
 
 def show_identity(settings: Settings) -> None:
     """Print this device's line of the allow-list; make its identity if it has none."""
-    from headwater.client.enrolment.signing_identity import host_name, make_identity
+    from headwater.client.device.host_name import host_name
+    from headwater.client.enrolment.signing_identity import make_identity
     from headwater.common.errors import SettingsError
     from headwater.common.system.console import stderr
 
@@ -151,7 +152,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
 
     from headwater.client.algorithms.run_trainer import run_trainer
     from headwater.client.device.hardware import ThisMachine, this_machine
-    from headwater.client.enrolment.signing_identity import host_name
+    from headwater.client.device.host_name import host_name
     from headwater.client.training.context import Identity
     from headwater.common.errors import SettingsError
     from headwater.common.system.heap import use_one_heap

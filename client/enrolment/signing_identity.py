@@ -11,8 +11,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import re
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,13 +19,6 @@ from pathlib import Path
 from headwater.common.errors import IdentityProblem
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.settings.schema import SecureSettings
-from headwater.common.transport.limits import MAX_NAME
-
-
-def host_name() -> str:
-    """Return the host's name, with dashes for characters that a device's name must not have."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
-    return name.lstrip("._-")[:MAX_NAME] or "device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

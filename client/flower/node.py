@@ -16,10 +16,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.client.flower.offline_sum import OfflineSumFile, offline_name
-from headwater.client.flower.offline_windows import OFFLINE, content_to_keep
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
-from headwater.client.flower.state_file import STATE, StateFile
+from headwater.client.flower.state_file import OFFLINE, STATE, StateFile, offline_name
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.operations.installed_tasks import installed_tasks, own_task
@@ -200,6 +198,8 @@ class Node:
 
     def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:
         """Write an update that waits for a link to a file; it stays the answer."""
+        from headwater.client.flower.offline_windows import content_to_keep
+
         content = content_to_keep(plan_json, answer.head_json, answer.vector)
         return self._go_on_offline(content, answer)
 
@@ -259,6 +259,8 @@ class Node:
         if spool is not None:
             spool.remove()
         if self._settings.asynchronous.offline_windows > 1:
+            from headwater.client.flower.offline_sum import OfflineSumFile
+
             path = self._state_folder / offline_name(self.name, self._context.run_id)
             OfflineSumFile(path).remove()
 

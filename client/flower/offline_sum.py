@@ -85,11 +85,6 @@ def merged(before: UpdateReport, window: UpdateReport) -> UpdateReport:
     )
 
 
-def offline_name(name: str, run_id: int) -> str:
-    """Return the name of the file of a device's sum in a run."""
-    return f"{name}-{run_id}.offline"
-
-
 class OfflineSumFile:
     """The file of one device's sum in one run."""
 

@@ -11,17 +11,15 @@ import logging
 from flwr.app import ConfigRecord, RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile, offline_name
+from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile
 from headwater.client.flower.request import DeviceRequest
-from headwater.client.flower.state_file import SAMPLER
+from headwater.client.flower.state_file import SAMPLER, offline_name
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import Plan, Update
 
 log = logging.getLogger(__name__)
 
-OFFLINE = "offline"
-"""The query that the node sends its own app; no server may send it."""
 PLAN = "plan"
 
 

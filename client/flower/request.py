@@ -14,15 +14,8 @@ import torch
 from flwr.app import Context, Message
 
 from headwater.client.algorithms.run_trainer import run_trainer
-from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
-from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
+from headwater.client.device.host_name import host_name
 from headwater.client.device.interfaces import Hardware
-from headwater.client.enrolment.signing_identity import (
-    Enrolment,
-    host_name,
-    read_enrolment,
-    simulated_enrolment,
-)
 from headwater.client.flower.state_file import (
     EXAMPLES,
     SAMPLER,
@@ -32,10 +25,6 @@ from headwater.client.flower.state_file import (
     read_sampler,
     read_speed,
 )
-from headwater.client.growing_data.known_examples import KnownExamples
-from headwater.client.privacy.budget import SpentFile
-from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
-from headwater.client.secagg.prepare import strictest_settings
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState
@@ -46,8 +35,13 @@ from headwater.common.settings.schema import ClientSettings, SecureSettings, Set
 from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of features, which most devices do not use
+    from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+    from headwater.client.enrolment.signing_identity import Enrolment
     from headwater.client.flower.suspended_updates import SuspendedUpdate
+    from headwater.client.growing_data.known_examples import KnownExamples
+    from headwater.client.privacy.budget import SpentFile
+    from headwater.client.secagg.masked_history import MaskedHistory
 
 # Keys of a node's configuration.
 SIMULATED = "simulated"
@@ -105,6 +99,8 @@ class DeviceRequest:
     @property
     def examples(self) -> KnownExamples | None:
         """What identifies the examples that the sampler's position is in; None if not noted."""
+        from headwater.client.growing_data.known_examples import KnownExamples
+
         plain = records.load_state(self.context, EXAMPLES)
         return None if plain is None else KnownExamples.from_json(plain)
 
@@ -115,6 +111,8 @@ class DeviceRequest:
         Raises:
             StateError: its file cannot be read or written.
         """
+        from headwater.client.secagg.masked_history import NoHistory, history_in
+
         if self.is_simulated:
             return NoHistory()
         return history_in(self.state_folder / f"{self.identity.name}-masked.jsonl")
@@ -126,12 +124,15 @@ class DeviceRequest:
         With our own stream the settings are the device's own. On Flower's engines they arrive
         with the run, from the user who submits it.
         """
-        node_config = self.context.node_config
-        secure = strictest_settings(
-            self.settings.secure,
-            mode=node_config.get(SECURE_MODE),
-            min_members=node_config.get(MIN_MEMBERS),
-        )
+        node_config, secure = self.context.node_config, self.settings.secure
+        if SECURE_MODE in node_config or MIN_MEMBERS in node_config:
+            from headwater.client.secagg.prepare import strictest_settings
+
+            secure = strictest_settings(
+                secure,
+                mode=node_config.get(SECURE_MODE),
+                min_members=node_config.get(MIN_MEMBERS),
+            )
         seed = node_config.get(ORDER_SEED)
         return secure if seed is None else secure.model_copy(update={"order_seed": seed})
 
@@ -142,6 +143,8 @@ class DeviceRequest:
         Raises:
             IdentityProblem: a file is not what it should be.
         """
+        from headwater.client.enrolment.signing_identity import read_enrolment, simulated_enrolment
+
         name, node_config = self.identity.name, self.context.node_config
         if SIMULATED in node_config:
             return simulated_enrolment(name)
@@ -155,6 +158,8 @@ class DeviceRequest:
     @property
     def spent(self) -> SpentFile | None:
         """The file of what the device has spent; None for a simulated device, which keeps none."""
+        from headwater.client.privacy.budget import SpentFile
+
         if self.is_simulated:
             return None
         return SpentFile(self.state_folder / f"{self.identity.name}.privacy.json")
@@ -179,6 +184,8 @@ class DeviceRequest:
     @property
     def error_feedback(self) -> ErrorFeedback:
         """What the device's compressed updates left out in this run."""
+        from headwater.client.compression.error_feedback import ErrorFeedback
+
         slots = residual_slots_of(self.context, self.identity.name)
         return ErrorFeedback(slots, self.trainer.image.layout.digest)
 
@@ -213,6 +220,8 @@ def residual_slots_of(context: Context, name: str) -> ResidualSlots:
     As ``local_store_of``: in files of its state folder or, for a simulated device without one, in
     the context of its node.
     """
+    from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
+
     folder, is_simulated = context.node_config.get(STATE), SIMULATED in context.node_config
     if folder is None and is_simulated:
         return ResidualsByCall(

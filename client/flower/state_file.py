@@ -13,22 +13,25 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headwater.client.growing_data.known_examples import KnownExamples
-from headwater.client.secagg.plan_policy import PlanRepeats
-from headwater.client.secagg.types import SessionRecord
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.model.local_state import LocalStore
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
+if TYPE_CHECKING:
+    from headwater.client.secagg.types import SessionRecord
+
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
 REPEATS, TERM, EXAMPLES = "repeats", "term", "examples"
 """The entries' names in the context and in the file."""
+
+OFFLINE = "offline"
+"""The query that the node sends its own app; no server may send it."""
 
 STATE = "state"
 """The key of a node's configuration with the folder of its state files."""
@@ -57,7 +60,21 @@ def _read_place(plain: Plain) -> SamplerPosition:
 
 def read_record(plain: Plain | None) -> SessionRecord:
     """Return the record of the run's secure sessions; empty if there is no entry."""
+    from headwater.client.secagg.types import SessionRecord  # most devices never mask
+
     return SessionRecord() if plain is None else SessionRecord.of(plain)
+
+
+def _read_repeats(plain: Plain) -> object:
+    from headwater.client.secagg.plan_policy import PlanRepeats
+
+    return PlanRepeats.of(plain)
+
+
+def _read_examples(plain: Plain) -> object:
+    from headwater.client.growing_data.known_examples import KnownExamples
+
+    return KnownExamples.from_json(plain)
 
 
 def read_speed(plain: Plain | None) -> Line | None:
@@ -74,9 +91,9 @@ READERS: Mapping[str, Callable[[Plain], object]] = {
     SAMPLER: read_sampler,
     SECURE: read_record,
     SPEED: read_speed,
-    REPEATS: PlanRepeats.of,
+    REPEATS: _read_repeats,
     TERM: read_term,
-    EXAMPLES: KnownExamples.from_json,
+    EXAMPLES: _read_examples,
 }
 _REMOVED = ("masked_pace",)  # in files of earlier versions
 
@@ -148,6 +165,11 @@ class StateFile:
             log.warning("%s cannot be written: %s", self.path, error.strerror)
             raise StateError(f"the device cannot write its state file: {error.strerror}") from error
         self._written = dict(entries)
+
+
+def offline_name(name: str, run_id: int) -> str:
+    """Return the name of the file of a device's sum in a run, of windows without a link."""
+    return f"{name}-{run_id}.offline"
 
 
 def local_file(path: Path, *, is_durable: bool = True) -> LocalStore:

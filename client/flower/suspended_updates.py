@@ -5,7 +5,7 @@ keeps an update from one phase to the next. Only the node's context goes from pr
 SuperNode keeps it in its memory and sends it nowhere. This module therefore writes the session into
 the context: the update until it is masked, and the secrets that later phases need. The bytes are
 sealed as a whole (ChaCha20-Poly1305, fresh nonce, run and client name authenticated) under a key
-that is stored elsewhere (``client.flower.suspended_keys``). The bytes alone reveal nothing, and
+that is stored elsewhere (``client.secagg.suspended_keys``). The bytes alone reveal nothing, and
 once the key is erased nobody can open any copy of them.
 
 The record of masked and answered sessions and the sampler state are not taken from these bytes:
@@ -26,7 +26,6 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.flower.state_file import READERS, SECURE, STATE, StateFile, read_record
-from headwater.client.flower.suspended_keys import KeyFile, SimulatedKey
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
@@ -36,6 +35,7 @@ from headwater.client.secagg.states import (
     DealerShares,
     SessionState,
 )
+from headwater.client.secagg.suspended_keys import KeyFile, SimulatedKey
 from headwater.client.secagg.types import Floor, Participant, SessionRecord, UnmaskedUpdate
 from headwater.common.errors import SealBroken, UpdateNotHeld
 from headwater.common.flower import records

@@ -51,7 +51,7 @@ MUST_NOT_IMPORT = {
     "simulation/vectorised": ("simulation/compute", "simulation/engines"),
 }
 MAY_IMPORT_FLOWER = (
-    *("client/app.py", "client/flower/", "common/flower/"),
+    *("client/app.py", "client/plan_features.py", "client/flower/", "common/flower/"),
     *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headwater.client.device.host_name import host_name
 from headwater.client.enrolment.signing_identity import (
     check_enrolment,
-    host_name,
     make_identity,
     read_identity,
 )
