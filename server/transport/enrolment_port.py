@@ -75,6 +75,7 @@ class EnrolmentPort:
         self._context.load_cert_chain(folder / SERVER_FILE, folder / SERVER_KEY_FILE)
         self._rate_limit = RateLimit()
         self._exchanges: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._is_ready = threading.Event()
@@ -91,6 +92,7 @@ class EnrolmentPort:
         self._is_ready.wait()
         if self._error is not None:
             self._thread.join()
+            self._registry.close()
             raise self._error
 
     def stop(self) -> None:
@@ -116,11 +118,10 @@ class EnrolmentPort:
             return
         finally:
             self._is_ready.set()
-        listener: asyncio.Task[None] | None = None
         last_error = ""
         while not self._stopping.is_set():
             try:
-                listener = self._open_or_close(listener)
+                self._open_or_close()
                 last_error = ""
             except (HeadwaterError, OSError) as error:
                 if str(error) != last_error:
@@ -128,7 +129,8 @@ class EnrolmentPort:
                 last_error = str(error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), POLL_SECONDS)
-        tasks = [*self._exchanges, *([listener] if listener else [])]
+        self._close_listener()
+        tasks = [*self._exchanges]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -154,38 +156,47 @@ class EnrolmentPort:
             (host, self.port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=is_any
         )
 
-    def _open_or_close(self, listener: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+    def _open_or_close(self) -> None:
         is_wanted = self._registry.has_open_token(time.time())
-        if listener is not None and listener.done():
-            listener.result()  # raises the error that ended it
-            listener = None
-        if is_wanted and listener is None:
-            bound = self._bind()
-            listener = self._loop.create_task(self._listen(bound))
-            # Not in the task itself: one that is cancelled before its first step runs no code.
-            listener.add_done_callback(lambda _: bound.close())
+        if is_wanted and self._listener is None:
+            self._listener = self._bind()
+            self._listener.setblocking(False)
+            # Not ``sock_accept``: when that is cancelled, a connection that it has accepted is lost
+            # without being closed.
+            self._loop.add_reader(self._listener, self._accept, self._listener)
             log.warning("a join token is valid: the enrolment port %d is open", self.port)
-        elif listener is not None and not is_wanted:
-            listener.cancel()
-            listener = None
+        elif self._listener is not None and not is_wanted:
+            self._close_listener()
             log.warning("no join token is valid: the enrolment port %d is closed", self.port)
-        return listener
 
-    async def _listen(self, bound: socket.socket) -> None:
-        bound.setblocking(False)
-        while True:
-            connection, address = await self._loop.sock_accept(bound)
-            peer = str(address[0])
-            is_full = len(self._exchanges) >= MAX_CONNECTIONS
-            if is_full or not self._rate_limit.take(subscriber(peer), time.monotonic()):
-                connection.close()  # before any handshake
-                self._count(peer, TooManyAttempts("too many connections"))
-                continue
-            task = self._loop.create_task(self._serve_one(connection, peer))
-            self._exchanges.add(task)
-            task.add_done_callback(self._exchanges.discard)
-            # As for the listener.
-            task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take a connection that waits; the listener is opened again after an error."""
+        try:
+            connection, address = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("the enrolment port: %s", error)
+            self._close_listener()
+            return
+        connection.setblocking(False)
+        peer = str(address[0])
+        is_full = len(self._exchanges) >= MAX_CONNECTIONS
+        if is_full or not self._rate_limit.take(subscriber(peer), time.monotonic()):
+            connection.close()  # before any handshake
+            self._count(peer, TooManyAttempts("too many connections"))
+            return
+        task = self._loop.create_task(self._serve_one(connection, peer))
+        self._exchanges.add(task)
+        task.add_done_callback(self._exchanges.discard)
+        # Not in the task itself: one that is cancelled before its first step runs no code.
+        task.add_done_callback(lambda _: connection.close())
 
     async def _serve_one(self, connection: socket.socket, peer: str) -> None:
         """Serve one device within ``EXCHANGE_SECONDS``."""

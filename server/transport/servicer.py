@@ -119,11 +119,13 @@ class Servicer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._connections.verifier.close()
 
     def close(self) -> None:
         """Release the event loop of a servicer that was never started."""
         if self._thread.ident is None:
             self._loop.close()
+            self._connections.verifier.close()
 
     def require_layout(self, digest: str, layout: str) -> None:
         """Refuse devices whose model has another layout from now on, and show them this one."""

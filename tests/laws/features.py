@@ -68,7 +68,7 @@ LIMITS = {
     "imports, common": 11,
     "imports, server": 50,
     "reads of settings": 43,
-    "modules, simulation": 312,
+    "modules, simulation": 306,
     "modules, server": 214,
-    "modules, client": 219,
+    "modules, client": 198,
 }

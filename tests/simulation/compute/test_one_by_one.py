@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from headwater.common.errors import MissingData
 from headwater.common.messages import Plan
+from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
 from headwater.server.fleet import UpdateSeries
 from headwater.simulation.compute.one_by_one import OneByOne
@@ -47,7 +48,8 @@ def devices_of(kind: type[Devices], task: type = TwoLayers) -> Devices:
 
 def replies(devices: Devices, *, num_rounds: int = 1, **chosen: Any) -> list[Single]:
     """Let all devices train for some rounds, which count."""
-    one_by_one, image, found = OneByOne(devices), devices.trainer.image, list[Single]()
+    one_by_one, found = OneByOne(devices), list[Single]()
+    image = build_model(devices.trainer.task, seed=0)
     for number in range(1, num_rounds + 1):
         plan = Plan(
             **{"round": number, "run_seed": 0, "model_version": 0, "quota": 4} | chosen,
