@@ -259,7 +259,6 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     """Check the task, and yield the device's connection; meanwhile serve its metrics, if set."""
     import math
 
-    from headwater.client.enrolment.signing_identity import check_enrolment
     from headwater.common.system.command_line import check_addresses
     from headwater.common.transport.tls import split_addresses
 
@@ -267,23 +266,29 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     addresses = split_addresses(device.server)
     credentials = check_addresses(settings, *addresses, metrics=device.metrics)
     trainer, identity = _open(settings)
-    check_enrolment(settings.secure, identity.name)
+    secure = settings.secure
+    requires_masks = secure.aggregation != "off"
+    if requires_masks or secure.identity is not None or secure.allow_list is not None:
+        from headwater.client.enrolment.signing_identity import check_enrolment
+
+        check_enrolment(settings.secure, identity.name)
     # Before the check, which foresees the memory of training from what the process holds by then.
     from headwater.client.app import app as own_app
     from headwater.client.device.availability import availability_of
-    from headwater.client.flower.masked_description import learn_metrics
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
     from headwater.common.wording import counted
 
+    if requires_masks:
+        from headwater.client.flower.masked_description import learn_metrics
     trainer.examples(identity)
     renewal = None
     if credentials is not None:
         from headwater.client.enrolment.renewal import Renewal
 
         renewal = Renewal(settings.tls, credentials)
-    if settings.secure.aggregation != "off":
+    if requires_masks:
         learn_metrics(trainer, identity)  # before any model of the server's
     node = Node(own_app, trainer, identity, settings, device.state_folder)
     connection = Connection(

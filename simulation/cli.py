@@ -268,11 +268,12 @@ def _print_summary(settings: Settings) -> None:
     from headwater.simulation.fleet.identities import identities_of
     from headwater.simulation.reports.fault_summary import fault_lines
     from headwater.simulation.reports.fleet_summary import idle_line, memory_line, peak_memory
-    from headwater.simulation.reports.session_aborts import sessions_line
 
     assert settings.out is not None
     rows, lines = read_rows(settings.out), []
     if settings.simulation.dropout and settings.secure.aggregation != "off":
+        from headwater.simulation.reports.session_aborts import sessions_line
+
         lines.append(("sessions", sessions_line(rows, settings)))
     if settings.simulation.fleet is not None:
         devices, part_of = fleet_spec(settings), identities_of(settings).part

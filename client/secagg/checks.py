@@ -23,7 +23,6 @@ from headwater.common import errors
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.masked_numbers import in_names_of
 from headwater.common.secagg.protocol import (
-    MIN_MEMBERS,
     CheckRequest,
     Member,
     Parameters,
@@ -32,6 +31,7 @@ from headwater.common.secagg.protocol import (
     signatures_needed,
 )
 from headwater.common.secagg.session import SessionView, survivors_digest, survivors_message
+from headwater.common.settings.rounds import MIN_MEMBERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

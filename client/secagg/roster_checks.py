@@ -18,7 +18,6 @@ from headwater.common.secagg.graph import GraphSize, Mode, check_graph_size
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.protocol import (
     MAX_COMPLETE,
-    MIN_MEMBERS,
     NUM_CLIPPED,
     WEIGHT,
     KeysReply,
@@ -31,6 +30,7 @@ from headwater.common.secagg.protocol import (
     max_clipped,
 )
 from headwater.common.secagg.session import keys_message
+from headwater.common.settings.rounds import MIN_MEMBERS
 
 
 def check_opening(request: KeysRequest, device: Participant, record: SessionRecord) -> None:

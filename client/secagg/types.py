@@ -13,7 +13,8 @@ from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import MAX_CLIP, MIN_CLIP
 from headwater.common.secagg.graph import SECURITY_BITS, Mode
 from headwater.common.secagg.identity import AllowList, SigningIdentity
-from headwater.common.secagg.protocol import MIN_MEMBERS, WEIGHT, SessionNumber
+from headwater.common.secagg.protocol import WEIGHT, SessionNumber
+from headwater.common.settings.rounds import MIN_MEMBERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,9 +51,6 @@ from headwater.common.secagg.shamir import MAX_HOLDERS
 MAX_COMPLETE = 64
 """The largest session with a complete graph, in which all members are neighbours."""
 
-MIN_MEMBERS = 3
-"""With two members, each could subtract its own update from the sum."""
-
 SEED_BYTES = KEY_BYTES
 MASK_KEY_SHARE, SELF_SEED_SHARE, SELF_SEED = "mask key share", "self seed share", "self seed"
 """Tags of commitments: the kind of value committed to."""

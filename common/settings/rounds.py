@@ -25,6 +25,9 @@ from headwater.common.settings.fields import (
     setting,
 )
 
+MIN_MEMBERS = 3
+"""Of a secure session: with two, each member could subtract its own update from the sum."""
+
 
 class CohortSettings(Branch):
     """Which clients are invited, and how long a round waits."""
@@ -178,11 +181,11 @@ class SecureSettings(Branch):
         "few members, quarters it and rounds far coarser",
     )
     min_members: int = setting(
-        3,
+        MIN_MEMBERS,
         "fewest members of a secure session; all members but one, if they collude, see the last "
         "one's update: with 3 members, two suffice, so set it as high as the fleet allows",
         on=ALL,
-        ge=3,
+        ge=MIN_MEMBERS,
     )
     min_quota: int = setting(
         8, "fewest examples of a masked plan; a device answers no plan of fewer", on=ALL, ge=1

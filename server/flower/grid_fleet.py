@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -34,7 +34,6 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.secagg.protocol import Phase, Request
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.answers import (
@@ -57,6 +56,9 @@ from headwater.server.tree.branch_wire import (
     read_sum,
     replies_needed,
 )
+
+if TYPE_CHECKING:
+    from headwater.common.secagg.protocol import Phase, Request
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, gr
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.protocol import (
     MAX_COMPLETE,
-    MIN_MEMBERS,
     NUM_CLIPPED,
     PHASES,
     WEIGHT,
@@ -33,6 +32,7 @@ from headwater.common.secagg.protocol import (
     max_clipped,
 )
 from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar
+from headwater.common.settings.rounds import MIN_MEMBERS
 
 R = TypeVar("R", bound=Reply)
 

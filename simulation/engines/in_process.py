@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
 from headwater.common.compression.model_difference import SentModel
@@ -24,7 +24,6 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.secagg.protocol import Phase, Request
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
@@ -46,6 +45,9 @@ from headwater.simulation.fleet.faults import TRAIN
 from headwater.simulation.fleet.fleet_spec import too_few_simulated
 from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
 from headwater.simulation.reports.data_survey import report_left_out
+
+if TYPE_CHECKING:
+    from headwater.common.secagg.protocol import Phase, Request
 
 
 class LocalFleet:

@@ -9,7 +9,7 @@ from typing import Any
 from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.data.data_paths import find_data
 from headwater.common.errors import SettingsError
-from headwater.common.secagg.protocol import MIN_MEMBERS
+from headwater.common.settings.rounds import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 from headwater.simulation.fleet.device_data import device_names

@@ -67,8 +67,8 @@ LIMITS = {
     "imports, client": 34,
     "imports, common": 11,
     "imports, server": 50,
-    "reads of settings": 43,
-    "modules, simulation": 306,
-    "modules, server": 214,
-    "modules, client": 198,
+    "reads of settings": 41,
+    "modules, simulation": 296,
+    "modules, server": 205,
+    "modules, client": 179,
 }
