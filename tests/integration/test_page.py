@@ -88,7 +88,7 @@ def test_a_page_fills_k_as_a_device_works_and_agrees_with_the_rounds_on_disk(
     with tab(browser, report) as page:
         page.wait_for("document.querySelectorAll('.tile').length === 3")
         page.page.locator(".tile").first.click()
-        assert page.page.locator("#device svg polyline").count() > 0
+        page.wait_for("document.querySelector('#device svg polyline')")  # drawn in the next frame
 
 
 def test_a_simulation_is_watched_replayed_and_pleasing_to_axe(
@@ -151,6 +151,7 @@ def test_texts_from_devices_stay_texts(browser: Browser, tmp_path: Path) -> None
     with tab(browser, (folder / REPORT).as_uri()) as page:
         page.wait_for("document.querySelectorAll('.tile').length === 2")
         page.page.locator(".tile").first.click()
+        page.wait_for("document.querySelector('#device svg')")  # drawn in the next frame
         assert page.page.locator("img").count() == 0
         assert "taken" not in page.page.title()
         assert HOSTILE in page.text("#device") + page.text("#devices")
