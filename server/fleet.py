@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import HeadwaterError
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
     DescribeRequest,
     EvaluateReport,

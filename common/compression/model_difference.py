@@ -17,9 +17,8 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -38,48 +37,10 @@ from headwater.common.compression.grid_steps import (
 )
 from headwater.common.compression.rounding import decoded_bfloat16, encode_bfloat16
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
-from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
 
 DifferenceMethod = Literal["bfloat16", "int8"]
 METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelDifference:
-    """What turns one model into another; both are named by the SHA-256 of their vectors, in hex."""
-
-    base_id: str
-    """Empty: the model whose parameters are all zero, which every device can make."""
-    image_id: str
-    method: DifferenceMethod
-    data: bytearray = field(repr=False)
-
-
-class SentModel(Protocol):
-    """A model as it is sent to devices: the server's own, or the one that follows it."""
-
-    @property
-    def layout(self) -> ModelLayout: ...
-    @property
-    def digest(self) -> bytes:
-        """The SHA-256 of the vector and of the frozen part's digest."""
-        ...
-
-    def difference_from(self, held_id: str) -> ModelDifference | None:
-        """Return what a device needs that holds this model; None: the whole model.
-
-        An empty id is a device that holds none. It may be called from any thread.
-        """
-        ...
-
-    def buffer(self) -> memoryview:
-        """Return the memory of the trainable parameters."""
-        ...
-
-
-FindDifference = Callable[[str], ModelDifference | None]
-"""``SentModel.difference_from``."""
 
 
 def planned_difference_bytes(method: DifferenceMethod, num_values: int) -> int:

@@ -17,17 +17,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 # Set before flwr is imported, so that flwr sends no telemetry and checks for no update.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
-from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError, UnsupportedFlower
 from headwater.common.messages import DescribeRequest
 from headwater.common.model.parameters import ModelImage
+
+if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import FindDifference
 
 PRIVATE_PARTS = (
     ("flwr.common.constant", "ErrorCode.UNKNOWN"),

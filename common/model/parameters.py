@@ -113,7 +113,7 @@ class ModelImage:
         return self.bytes_U8.numpy().data
 
     def difference_from(self, held_id: str) -> None:
-        """Return None: it is sent whole, unlike ``server.aggregation.broadcast_model``."""
+        """Return None: it is sent whole, unlike ``server.compression.broadcast_model``."""
 
     def frozen_buffer(self) -> memoryview:
         """Return the frozen part's memory, to be overwritten, without a copy."""

@@ -16,7 +16,6 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from headwater.common.branch_messages import BranchPlans
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import (
     AggregatorRefused,
     ConnectionLost,
@@ -25,6 +24,7 @@ from headwater.common.errors import (
 )
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
     DescribeRequest,
     DeviceReport,

@@ -17,11 +17,11 @@ from headwater.common.branch_messages import (
     TRAIN_BRANCH,
     BranchPlans,
 )
-from headwater.common.compression.model_difference import FindDifference
 from headwater.common.compression_terms import update_bytes
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction

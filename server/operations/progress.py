@@ -13,6 +13,7 @@ from rich.text import Text
 from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.trained_model import BEST, MODEL, read_record
 from headwater.common.settings.changes import Changes, changes_text
+from headwater.common.settings.fields import direction
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
@@ -22,7 +23,6 @@ from headwater.common.wording import counted
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described, described_local
-from headwater.server.rounds.model_selection import is_minimised
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
@@ -158,6 +158,6 @@ def _best_round(settings: Settings, folder: Path) -> str:
     criterion, best = settings.evaluation.best, read_record(folder / BEST).best
     if criterion is None or best is None:
         return ""
-    word = "lowest" if is_minimised(criterion) else "highest"
+    word = "lowest" if direction(criterion) == "min" else "highest"
     name = printable_name(best["metric"])
     return f" (round {best['round']}: the {word} {name}, {best['value']:.6g})"

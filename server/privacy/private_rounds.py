@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
@@ -36,7 +38,7 @@ class PrivateRounds(RunFeature):
     def to_json(self) -> dict[str, Any]:
         return dict(self.privacy.clip.to_json())
 
-    def restore(self, row: Mapping[str, Any]) -> None:
+    def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.privacy.clip = self.privacy.clip.restored(row)
 
     def turns(self, names: Collection[str]) -> Sequence[str] | None:

@@ -1,10 +1,10 @@
 """The checkpoint: one file, replaced as a whole after each committed round.
 
-It holds the trained parameters, the optimizer's state, the scales of the cohort sum, and for each
-client the last round that included its update and its estimate. The frozen part of the model does
-not change: it has a file of its own, written once, and the checkpoint has its digest. The new
-checkpoint is written next to the old one, flushed to disk and renamed over it, so that there is a
-complete one at every instant.
+It holds the trained parameters, the optimizer's state, the scales of the cohort sum, for each
+client the last round that included its update and its estimate, and an entry of each feature that
+is on. The frozen part of the model does not change: it has a file of its own, written once, and the
+checkpoint has its digest. The new checkpoint is written next to the old one, flushed to disk and
+renamed over it, so that there is a complete one at every instant.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,10 +36,22 @@ from headwater.common.system.atomic_file import atomic_writer
 
 FILE = "checkpoint.safetensors"
 FROZEN = "frozen.safetensors"
-VERSION = 2
+VERSION = 3
+READ_VERSIONS = ("2", "3")
 IMAGE = "image"
 OPTIMIZER = "optimizer."
-BROADCAST = "broadcast"
+FEATURE = "feature."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a checkpoint holds."""
+
+    progress: Progress
+    image_U8: Tensor
+    optimizer: dict[str, Tensor]
+    features: dict[str, dict[str, Tensor]]
+    """By feature the tensors that it stores, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +69,11 @@ class Progress:
     asked: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)
-    secure: dict[str, Any] = field(default_factory=dict)
+    held_back: dict[str, Any] = field(default_factory=dict)
+    """The clients that sit out some rounds, and why (``planning.exclusions``)."""
     simulated: dict[str, Any] = field(default_factory=dict)
-    selection: dict[str, Any] = field(default_factory=dict)
-    privacy: dict[str, Any] = field(default_factory=dict)
-    broadcast_version: int | None = None
-    """The version that the model as devices hold it follows, if that is not the server's own."""
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By feature what it stores in addition to its tensors (``RunFeature.to_json``)."""
     frozen_digest: str = ""
     """Of the frozen part of the model, which is not in the file but beside it, once."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -74,18 +86,23 @@ def save(
     *,
     image_U8: Tensor,
     optimizer: Mapping[str, Tensor],
-    broadcast_U8: Tensor | None = None,
+    features: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> None:
-    """Replace the checkpoint in ``folder``; ``broadcast_U8`` is the model as devices hold it.
+    """Replace the checkpoint in ``folder``; ``features`` are their tensors, by feature and name.
 
     Raises:
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
-    tensors |= {} if broadcast_U8 is None else {BROADCAST: broadcast_U8}
+    for feature, stored in features.items():
+        tensors |= {f"{FEATURE}{feature}.{name}": tensor for name, tensor in stored.items()}
     # Not by ``asdict``, which would copy the estimates of all clients.
     plain = json.dumps({one.name: getattr(progress, one.name) for one in fields(progress)})
-    metadata = {"version": str(VERSION), CHECKPOINT_KEY: plain, "sha256": digest(plain, tensors)}
+    metadata = {
+        "version": str(VERSION),
+        CHECKPOINT_KEY: plain,
+        "sha256": digest(f"{VERSION} {plain}", tensors),
+    }
     try:
         with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
@@ -99,10 +116,8 @@ def _failed(message: str) -> CheckpointFailed:
     return CheckpointFailed(message, remedy=remedy)
 
 
-def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
-    """Return progress, image and the other tensors, or None if there is no checkpoint.
-
-    The others are those of the optimizer by name and, if there is one, BROADCAST.
+def load(folder: Path) -> Saved | None:
+    """Return what the folder's checkpoint holds, or None if there is none.
 
     Raises:
         CheckpointCorrupt: the file is incomplete or damaged.
@@ -114,15 +129,43 @@ def load(folder: Path) -> tuple[Progress, Tensor, dict[str, Tensor]] | None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("version") != str(VERSION):
-            raise CheckpointCorrupt(f"{path} has version {metadata.get('version')}, not {VERSION}")
-        if metadata["sha256"] != digest(metadata[CHECKPOINT_KEY], tensors):
+        version = metadata.get("version")
+        if version not in READ_VERSIONS:
+            raise CheckpointCorrupt(
+                f"{path} has version {version}, and this version of headwater reads "
+                f"{' and '.join(READ_VERSIONS)}"
+            )
+        plain = metadata[CHECKPOINT_KEY]
+        checked = plain if version == "2" else f"{version} {plain}"
+        if metadata["sha256"] != digest(checked, tensors):
             raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the stored one")
-        progress = Progress(**json.loads(metadata[CHECKPOINT_KEY]))
+        row = json.loads(plain)
+        if version == "2":
+            _bring_up_to_date(row, tensors)
+        progress = Progress(**row)
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
-    return progress, image_U8, {n.removeprefix(OPTIMIZER): t for n, t in tensors.items()}
+    optimizer: dict[str, Tensor] = {}
+    features: dict[str, dict[str, Tensor]] = {name: {} for name in progress.features}
+    for name, tensor in tensors.items():
+        if name.startswith(FEATURE):
+            feature, _, at = name.removeprefix(FEATURE).partition(".")
+            features.setdefault(feature, {})[at] = tensor
+        else:
+            optimizer[name.removeprefix(OPTIMIZER)] = tensor
+    return Saved(progress=progress, image_U8=image_U8, optimizer=optimizer, features=features)
+
+
+def _bring_up_to_date(row: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Rename, in place, what stands elsewhere in a checkpoint of version 2."""
+    secure, version = row.pop("secure", {}), row.pop("broadcast_version", None)
+    row["held_back"] = secure.pop("culprits", {})
+    features = {"secagg": secure} | {name: row.pop(name, {}) for name in ("privacy", "selection")}
+    if "broadcast" in tensors:
+        features["compression"] = {"version": version}
+        tensors[f"{FEATURE}compression.held"] = tensors.pop("broadcast")
+    row["features"] = {name: state for name, state in features.items() if state}
 
 
 def keep_frozen(folder: Path, image: ModelImage) -> None:
@@ -182,7 +225,7 @@ def run_position(folder: Path | None, *, resume: bool) -> tuple[int, int]:
     if resume and folder is not None:
         loaded = load(folder)
         if loaded is not None:
-            return loaded[0].run_id, loaded[0].round
+            return loaded.progress.run_id, loaded.progress.round
     return secrets.randbits(62), 0
 
 

@@ -21,7 +21,6 @@ from headwater.common.errors import (
     ConnectionLost,
     LateUpdate,
     MissingData,
-    SettingsError,
     TaskFailed,
 )
 from headwater.common.example_streams import as_examples
@@ -33,7 +32,6 @@ from headwater.common.user_code import described, running
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import most_reported
 from headwater.server.fleet import Dropout
-from headwater.server.rounds import model_selection
 
 log = logging.getLogger(__name__)
 
@@ -99,25 +97,6 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
         _first_sums(task, model, examples)
     opened: Examples = examples
     return opened
-
-
-def check_criteria(
-    settings: Settings, task: Task, image: ModelImage, test_examples: Examples | None
-) -> None:
-    """Check before the first round that it can follow the metrics that end or keep models.
-
-    Raises:
-        SettingsError, UnknownMetric: see ``model_selection.check_criteria``.
-    """
-    chosen = settings.evaluation
-    if chosen.best is None and chosen.stop_when is None:
-        return
-    if chosen.best is not None and settings.out is None:
-        raise SettingsError(
-            "--best keeps a file, and the run writes to no folder", remedy="name one: --out DIR"
-        )
-    names = test_metric_names(task, image.model, test_examples)
-    model_selection.check_criteria(chosen, names)
 
 
 def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -> list[str] | None:

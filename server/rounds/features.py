@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
-from headwater.common.compression.model_difference import SentModel
+from torch import Tensor
+
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
+from headwater.common.task import Examples, Task
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.fleet import Fleet
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import Holder, OpenRound
+from headwater.server.rounds.round_row import RoundRow
 
 
 class ModelAtRest(Exception):
@@ -32,17 +38,18 @@ class RunState(Protocol):
     """What a feature may know of the run."""
 
     settings: Settings
+    task: Task
+    test_examples: Examples | None
     image: ModelImage
+    held_model: SentModel
+    """The model as devices hold it; a feature may put another in its place."""
+    optimizer: ServerOptimizer
     sum: CohortSum
     planner: RoundPlanner
     round: int
     run_id: int
     max_weight_per_example: int
     features: dict[str, RunFeature]
-
-    @property
-    def held_model(self) -> SentModel:
-        """The model as devices hold it."""
 
     def check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Check that enough updates are included; see ``headwater.server.aggregation.quorum``."""
@@ -73,6 +80,13 @@ class RunFeature:
 
     # The run.
 
+    def check(self) -> None:
+        """Check, before the run begins, that it can do what is asked.
+
+        Raises:
+            HeadwaterError: it cannot.
+        """
+
     def share(self, publish: Callable[[], None]) -> None:
         """Call ``publish`` when the run's folder holds what must outlive this server."""
 
@@ -94,8 +108,12 @@ class RunFeature:
         """Return plain data for the checkpoint."""
         return {}
 
-    def restore(self, row: Mapping[str, Any]) -> None:
-        """Take the state that ``to_json`` gave; the initial state from an empty row."""
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return tensors for the checkpoint, by name."""
+        return {}
+
+    def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take what ``to_json`` and ``tensors`` gave; the initial state if both are empty."""
 
     # A round, in this order.
 
@@ -105,6 +123,9 @@ class RunFeature:
 
     def open(self, opening: Opening) -> None:
         """Change what is decided as a round opens."""
+
+    def sending(self) -> None:
+        """Prepare ``held_model``, which devices are about to be sent."""
 
     def answered(self, opened: OpenRound) -> None:
         """Learn from a round whose answers are all in; it outlives an aborted round.
@@ -135,14 +156,37 @@ class RunFeature:
         """Return fields of the round's row."""
         return {}
 
+    def tested(self, row: RoundRow) -> None:
+        """Learn from a committed round that ends with an evaluation.
+
+        Raises:
+            HeadwaterError: the run ends.
+        """
+
+    def saved(self, folder: Path) -> None:
+        """Write what goes with the round whose checkpoint is in the run's folder."""
+
+    def why_stopped(self) -> str | None:
+        """Return why the run ends after this round; None if it goes on."""
+        return None
+
     @property
     def has_learned(self) -> bool:
         """Whether the last attempt taught something, so that its abort does not count."""
         return False
 
+    @property
+    def leaves_out_paused(self) -> bool:
+        """Whether a round whose step would move nothing is better left out."""
+        return False
+
 
 # By name: whether the settings turn it on, and its class. In the order in which they act.
 FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "compression": (
+        lambda settings: settings.compression.down != "off",
+        "headwater.server.compression.compressed_rounds:CompressedRounds",
+    ),
     "robust": (
         lambda settings: settings.aggregation.rule != "sum",
         "headwater.server.robust.robust_rounds:RobustRounds",
@@ -158,6 +202,10 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
     "local_training": (
         lambda settings: settings.local.is_on,
         "headwater.server.local_training.corrected_rounds:CorrectedRounds",
+    ),
+    "selection": (
+        lambda settings: bool(settings.evaluation.best or settings.evaluation.stop_when),
+        "headwater.server.selection.selected_rounds:SelectedRounds",
     ),
 }
 

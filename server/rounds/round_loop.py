@@ -36,7 +36,6 @@ from headwater.server.rounds.round_row import (
 )
 from headwater.server.rounds.run_folder import (
     resume_or_begin,
-    save_best,
     save_checkpoint,
     save_last,
     step_back,
@@ -73,7 +72,7 @@ def run(
     """
     settings = training.settings
     folder = settings.out
-    training.check_criteria()
+    training.check()
     if folder is not None:
         resume_or_begin(training, fleet, folder, resume=resume)
         for feature in training.features.values():
@@ -86,7 +85,8 @@ def run(
             keep_frozen(folder, training.image)
             if resume:
                 observer.resumed(training.round, training.changed)
-            save_best(folder, training)  # a kill may have come between checkpoint and best model
+            for feature in training.features.values():
+                feature.saved(folder)  # a kill may have come between the checkpoint and this
             training.publish()
         _run_rounds(training, fleet, on_round, observer, run_round or synchronous_round)
     except BaseException as ended_by:
@@ -124,7 +124,7 @@ def _run_rounds(
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
             log.warning(
-                "stopped after round %d%s: %s; a larger --patience with --resume goes on",
+                "stopped after round %d%s: %s",
                 training.round,
                 "" if settings.num_rounds is None else f" of {settings.rounds}",
                 why,
@@ -169,12 +169,14 @@ def _run_rounds(
         row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
         num_aborted = 0
         if evaluation.is_due(settings, round_number=row.round):
-            training.follow_metrics(row.metrics, loss=row.loss if row.epsilon is None else None)
+            for feature in training.features.values():
+                feature.tested(row)
         with interrupts_held():
             observer.stepped(row)
             if settings.out is not None:
                 save_checkpoint(training, fleet, settings.out)
-                save_best(settings.out, training)
+                for feature in training.features.values():
+                    feature.saved(settings.out)
                 training.publish()
             observer.on_round(row)
             on_round(row)

@@ -13,7 +13,7 @@ from typing import Any
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.model.adapter import has_adapter
 from headwater.common.model.mismatch import mismatch_error
-from headwater.common.model.trained_model import BEST, MODEL
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.changes import changes, optimizer_of, values_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
@@ -21,8 +21,8 @@ from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.planning import device_estimates, exclusions
 from headwater.server.planning.plan_messages import held_out_fraction
-from headwater.server.rounds import checkpoint, model_selection
-from headwater.server.rounds.features import check_resumed
+from headwater.server.rounds import checkpoint
+from headwater.server.rounds.features import FEATURES, check_resumed
 from headwater.server.rounds.model_files import save_adapter, save_model
 from headwater.server.rounds.run_state import Training
 
@@ -91,7 +91,7 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     saved = checkpoint.load(folder)
     if saved is None:
         return False
-    progress, image_U8, optimizer = saved
+    progress = saved.progress
     if progress.layout_digest != training.image.layout.digest:
         raise mismatch_error(
             f"the checkpoint in {folder} belongs to another model",
@@ -102,6 +102,13 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
             remedy="resume with the task that the run was started with",
         )
     checkpoint.check_frozen(folder, training.image, progress)
+    for name in progress.features:
+        if name not in FEATURES:
+            raise SettingsError(
+                f"the run in {folder} was trained with the feature {name:.80}, of which nothing is "
+                "here",
+                remedy="resume with a headwater that has it, or begin a new run: another --out",
+            )
     chosen = _data_settings(training.settings)
     for key, saved_value in progress.asked.items():
         if chosen[key] != saved_value:
@@ -118,13 +125,9 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
             f"the run in {folder} has a model already, and --initial-model names another",
             remedy="leave --initial-model out; or begin a new run with it: another --out",
         )
-    training.image.bytes_U8.copy_(image_U8)
-    broadcast_U8 = optimizer.pop(checkpoint.BROADCAST, None)
-    if training.broadcast is not None and broadcast_U8 is not None:
-        assert progress.broadcast_version is not None
-        training.broadcast.restore(broadcast_U8, progress.broadcast_version)
+    training.image.bytes_U8.copy_(saved.image_U8)
     training.optimizer.restore(
-        optimizer,
+        saved.optimizer,
         progress.optimizer,
         before=optimizer_of(before) if before else None,
         num_steps=progress.round,
@@ -135,13 +138,11 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     training.counted = dict(progress.counted)
     training.planner.restore(
         device_estimates.from_json(progress.learned),
-        exclusions.from_json(progress.secure.get("culprits", {})),
+        exclusions.from_json(progress.held_back),
     )
     training.target.restore(progress.target)
-    training.selection = model_selection.restored(progress.selection, training.settings.evaluation)
-    for name, row in (("secagg", progress.secure), ("privacy", progress.privacy)):
-        if name in training.features:
-            training.features[name].restore(row)
+    for name, feature in training.features.items():
+        feature.restore(progress.features.get(name, {}), saved.features.get(name, {}))
     fleet.restore_simulated(progress.simulated)
     return True
 
@@ -182,12 +183,13 @@ def save_checkpoint(training: Training, fleet: Fleet, folder: Path) -> None:
         _progress(training, fleet, rest),
         image_U8=training.image.bytes_U8,
         optimizer=tensors,
-        broadcast_U8=None if training.broadcast is None else training.broadcast.bytes_U8,
+        features={name: feature.tensors() for name, feature in training.features.items()},
     )
 
 
 def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Progress:
     """Return what a checkpoint stores in addition to its tensors."""
+    features = training.features.items()
     return checkpoint.Progress(
         run_id=training.run_id,
         round=training.round,
@@ -200,30 +202,20 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         learned=device_estimates.to_json(training.planner.known.estimates),
         asked=_data_settings(training.settings),
         target=training.target.state(),
-        secure={
-            **_state_of(training, "secagg"),
-            "culprits": exclusions.to_json(training.planner.excluded),
-        },
+        held_back=exclusions.to_json(training.planner.excluded),
         simulated=fleet.simulated_state(),
-        selection=training.selection.to_json(),
-        privacy=_state_of(training, "privacy"),
-        broadcast_version=None if training.broadcast is None else training.broadcast.version,
+        features={name: state for name, one in features if (state := one.to_json())},
         frozen_digest=training.image.frozen_digest,
         settings=values_of(training.settings),
     )
 
 
-def _state_of(training: Training, name: str) -> dict[str, Any]:
-    feature = training.features.get(name)
-    return {} if feature is None else feature.to_json()
-
-
 def step_back(training: Training, folder: Path) -> None:
     """Return to the last checkpoint's model: a step may be half taken, or not stored."""
     saved = checkpoint.load(folder)
-    training.round = 0 if saved is None else saved[0].round
+    training.round = 0 if saved is None else saved.progress.round
     if saved is not None:
-        training.image.bytes_U8.copy_(saved[1])
+        training.image.bytes_U8.copy_(saved.image_U8)
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -251,17 +243,3 @@ def save_last(folder: Path, training: Training) -> None:
         save_model(folder / MODEL, image, training.settings, round_number=number)
         if has_adapter(image.model):
             save_adapter(folder, image, training.settings, round_number=number)
-
-
-def save_best(folder: Path, training: Training) -> None:
-    """Keep the model of the last committed round, if it is the best one so far."""
-    best = training.selection.best
-    if best is not None and best.round == training.round:
-        with training.optimizer.kept_weights():
-            save_model(
-                folder / BEST,
-                training.image,
-                training.settings,
-                round_number=training.round,
-                best={"metric": best.metric, "value": best.value, "round": best.round},
-            )

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from headwater.common.additivity.penalty import add_penalty, has_penalty
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import Diverged, NothingSummed, SettingsError, TaskError
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
@@ -25,7 +25,6 @@ from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round, weight_unit
 from headwater.common.wording import counted
-from headwater.server.aggregation.broadcast_model import BroadcastModel
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
@@ -35,11 +34,10 @@ from headwater.server.fleet import BranchOrder, Fleet
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target, local_round
-from headwater.server.rounds import evaluation, model_selection
+from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
-from headwater.server.rounds.model_selection import HELD_OUT
 from headwater.server.rounds.open_round import OpenRound
 
 log = logging.getLogger(__name__)
@@ -120,24 +118,14 @@ class Training:
         self.run_id = run_id
         self.counted: dict[str, int] = {}
         """The last round whose sum includes each client's update."""
-        down = settings.compression.down
-        self.broadcast = None
-        if down != "off":
-            limit = settings.compression.history_bytes
-            self.broadcast = BroadcastModel(self.image, down, history_bytes=limit)
-        """The model as devices hold it; None if that is the server's own."""
-        self.selection = model_selection.ModelSelection()
+        self.held_model: SentModel = self.image
+        """The model as devices hold it."""
         self.changed: Changes = {}
         """The settings that a resumed run changed, until its next round is committed."""
         self.publish: Callable[[], None] = lambda: None
         """Commits what the run's folder holds, if a standby follows it (``share``)."""
         self.features: dict[str, RunFeature] = run_features(self)
         """What the settings ask for beyond plain rounds, by name and in order."""
-
-    @property
-    def held_model(self) -> SentModel:
-        """The model as devices hold it."""
-        return self.broadcast or self.image
 
     def _check_terms(self) -> None:
         """Check that the settings go with the task's own terms, and that its penalty works.
@@ -164,10 +152,9 @@ class Training:
 
     def sent_model(self) -> SentModel:
         """Return the model of this round's plans, or of its evaluation, as devices will hold it."""
-        if self.broadcast is None:
-            return self.image
-        self.broadcast.follow(self.round)
-        return self.broadcast
+        for feature in self.features.values():
+            feature.sending()
+        return self.held_model
 
     def share(self, publish: Callable[[], None]) -> None:
         """Call ``publish`` when the run's folder holds what must outlive this server.
@@ -354,22 +341,25 @@ class Training:
         )
 
     def pass_round(self) -> bool:
-        """Leave out a masked round whose step would move nothing; return whether it was left out.
+        """Leave out a round whose step would move nothing, if a feature asks for it.
 
-        Its devices would mask their examples at this model, and refuse them in the next round.
+        Return whether it was left out.
         """
-        settings = self.settings
-        is_plain = settings.secure.aggregation == "off"
-        has_other_turns = settings.asynchronous.is_on or settings.num_rounds is None
-        if is_plain or has_other_turns or settings.privacy.is_on or not self.optimizer.is_paused:
+        features = self.features.values()
+        if not self.optimizer.is_paused or not any(one.leaves_out_paused for one in features):
             return False
         self.optimizer.pass_step()
         self.round += 1
         return True
 
-    def check_criteria(self) -> None:
-        """Check the criteria that end a run or keep models; see ``evaluation.check_criteria``."""
-        evaluation.check_criteria(self.settings, self.task, self.image, self.test_examples)
+    def check(self) -> None:
+        """Check, before the run begins, that its features can do what is asked.
+
+        Raises:
+            HeadwaterError: see ``RunFeature.check``.
+        """
+        for feature in self.features.values():
+            feature.check()
 
     def evaluate_on_server(self) -> evaluation.EvaluatedRound:
         """Test the model on the task's test examples; see ``evaluation.on_server``."""
@@ -381,25 +371,8 @@ class Training:
         self._num_test_left_out = tested.num_test_left_out
         return tested
 
-    def follow_metrics(self, metrics: dict[str, float], *, loss: float | None) -> None:
-        """Note an evaluated round's metrics; ``loss`` is that of the training, as train_loss.
-
-        None if the training's loss is not released.
-
-        Raises:
-            UnknownMetric: it is the first evaluation, and it has no such metric.
-        """
-        chosen = self.settings.evaluation
-        if (chosen.best or chosen.stop_when) and chosen.on_devices and HELD_OUT not in metrics:
-            log.warning("round %d: no device has tested the model", self.round)
-        self.selection = model_selection.after_evaluation(
-            self.selection,
-            chosen,
-            metrics if loss is None else {"train_loss": loss, **metrics},
-            round_number=self.round,
-        )
-
     @property
     def why_stopped(self) -> str | None:
-        """Why ``--stop-when`` ends the run after this round; None if it goes on."""
-        return model_selection.why_stopped(self.selection, self.settings.evaluation)
+        """Why a feature ends the run after this round; None if it goes on."""
+        found = (feature.why_stopped() for feature in self.features.values())
+        return next((why for why in found if why is not None), None)

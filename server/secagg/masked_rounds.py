@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwater.common.errors import FirstSumClipped, RoundAborted, UpdateAlreadyMasked
 from headwater.common.messages import Plan
@@ -77,6 +78,16 @@ class MaskedRounds(RunFeature):
     def has_learned(self) -> bool:
         """Whether the sums of the last round told more about which client masks false numbers."""
         return self._has_narrowed
+
+    @property
+    def leaves_out_paused(self) -> bool:
+        """Whether devices would mask their examples at one model twice, and refuse the second.
+
+        An asynchronous run, one without an end, and a private one have other turns.
+        """
+        settings = self._run.settings
+        has_other_turns = settings.asynchronous.is_on or settings.num_rounds is None
+        return not has_other_turns and not settings.privacy.is_on
 
     def answered(self, opened: OpenRound) -> None:
         """Let clients sit out that masked too much at this model; note that others are ready.
@@ -285,7 +296,7 @@ class MaskedRounds(RunFeature):
         summed_at = None if self.summed_at is None else self.summed_at.hex()
         return {**self._encoding.to_json(), "suspicion": suspicion, "summed_at": summed_at}
 
-    def restore(self, row: Mapping[str, Any]) -> None:
+    def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the state that ``to_json`` gave; the initial state from an empty row."""
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))

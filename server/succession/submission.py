@@ -36,7 +36,7 @@ def read_submission(config: Path, *, has_other_folder: bool) -> Settings:
         )
     settings = _with_absolute_paths(settings) if has_other_folder else settings
     written = settings.model_copy(update={"out": settings.out or default_out(settings)})
-    Training(written, run_id=0).check_criteria()
+    Training(written, run_id=0).check()
     return settings
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial
 
-from headwater.common.compression.model_difference import ModelDifference
+from headwater.common.flower.sent_model import ModelDifference
 from headwater.common.transport.limits import CHUNK_BYTES, SMALL_IMAGE_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, Image, Instruction, ServerFrame
 from headwater.server.transport.session import DeviceInstruction, DeviceSession, Stream

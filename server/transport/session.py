@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError
+from headwater.common.flower.sent_model import FindDifference
 from headwater.common.transport.wire_pb2 import Reply, ServerFrame
 from headwater.server.enrolment.peer_certificates import PeerCertificate
 from headwater.server.transport.device_records import DeviceRecord, Stage

@@ -8,8 +8,8 @@ among branches; it differs only where a sum had to be shifted (``aggregation.coh
 
 from __future__ import annotations
 
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import LateUpdate
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.fleet import BranchOrder, BranchSum, Fleet

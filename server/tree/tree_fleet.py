@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import SettingsError
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, EvaluateReport, Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.secagg.protocol import Phase, Request

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.common.task import tell_round

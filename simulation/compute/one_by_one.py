@@ -17,8 +17,8 @@ import numpy as np
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.compression.error_feedback import encoded_update
 from headwater.client.training.accumulator import Accumulator
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
 from headwater.server.aggregation.round_reports import in_all
 from headwater.server.fleet import Dropout, UpdateSeries

@@ -38,8 +38,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import WorkerDied, error_of
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.settings.schema import Settings
 from headwater.common.system.portability import PipeEnd, num_usable_cores

@@ -15,9 +15,9 @@ from typing import Any
 from flwr.app import Message
 
 from headwater.client.flower.state_file import StateFile
-from headwater.common.compression.model_difference import FindDifference
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest
 from headwater.common.settings.schema import Settings
 from headwater.server.flower.grpc_grid import GrpcGrid

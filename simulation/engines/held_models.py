@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from headwater.common.compression.model_difference import SentModel
+from headwater.common.flower.sent_model import SentModel
 
 
 class HeldModels:

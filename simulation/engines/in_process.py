@@ -14,9 +14,9 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
     DescribeRequest,
     EvaluateReport,

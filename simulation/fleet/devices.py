@@ -18,8 +18,8 @@ from headwater.client.flower.state_file import local_file
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import SettingsError
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import Settings

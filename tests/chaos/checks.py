@@ -128,7 +128,7 @@ def check_places(out: Path, state: Path, places: Mapping[str, SamplerPosition]) 
     """Hold that each device's own record says the same of what was counted as the rows do."""
     found = checkpoint.load(out)
     assert found is not None
-    progress = found[0]
+    progress = found.progress
     for name, place in places.items():
         path = state / f"{name}-{progress.run_id}.json"
         walk = read_sampler(json.loads(path.read_text()).get("walk"))

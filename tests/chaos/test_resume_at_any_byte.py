@@ -80,12 +80,12 @@ def kill_at_bytes(folder: Path, places: list[int], size: int) -> None:
             assert (folder / FILE).read_bytes() == whole
             found = checkpoint.load(folder)
             assert found is not None
-            assert found[0].round == 1
+            assert found.progress.round == 1
         else:
             assert status == 0
             found = checkpoint.load(folder)
             assert found is not None
-            assert found[0].round == 2
+            assert found.progress.round == 2
             save(folder, 1)
         assert (folder / PART).exists() == (place < size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import ROUNDS, read_rows
+from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE
 from headwater.server.rounds.round_loop import MODEL
+from headwater.simulation.cli import app
 from headwater.simulation.run import run_engine
 
 ROUNDS_IN_ALL = 5
@@ -173,3 +180,48 @@ def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_uninterrupted_one(
     simulate(settings(unbroken))
     assert (killed / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
     assert comparable_rows(killed) == comparable_rows(unbroken)
+
+
+VERSION_2 = Path(__file__).parent / "version_2"
+"""A masked run of two rounds, int8 down and its best model followed, as version 2 stored it."""
+
+
+def test_a_checkpoint_of_version_2_is_gone_on_with(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    config = str(VERSION_2 / "settings.toml")
+    done = CliRunner().invoke(app, ["--config", config, "--rounds", "4", "--out", str(whole)])
+    assert done.exit_code == 0, done.output
+    resumed = tmp_path / "resumed"
+    shutil.copytree(VERSION_2, resumed)
+    with safe_open(resumed / "checkpoint.safetensors", framework="pt") as file:
+        held = file.get_tensor("broadcast")
+    saved = checkpoint.load(resumed)
+    assert saved is not None
+    assert saved.features.keys() == {"secagg", "selection", "compression"}
+    assert torch.equal(saved.features["compression"]["held"], held)
+    done = CliRunner().invoke(app, ["--out", str(resumed), "--resume", "--rounds", "4"])
+    assert done.exit_code == 0, done.output
+    now = checkpoint.load(resumed)
+    assert now is not None
+    one, other = load_file(whole / MODEL), load_file(resumed / MODEL)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name])  # another machine rounds otherwise
+
+
+def test_a_checkpoint_with_a_feature_that_is_not_here_is_refused_by_its_name(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(VERSION_2, tmp_path / "run")
+    saved = checkpoint.load(tmp_path / "run")
+    assert saved is not None
+    saved.progress.features["scaffold"] = {"rounds": 2}
+    checkpoint.save(
+        tmp_path / "run",
+        saved.progress,
+        image_U8=saved.image_U8,
+        optimizer=saved.optimizer,
+        features=saved.features,
+    )
+    done = CliRunner().invoke(app, ["--out", str(tmp_path / "run"), "--resume", "--rounds", "4"])
+    assert done.exit_code != 0
+    assert "scaffold" in done.output

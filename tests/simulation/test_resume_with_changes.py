@@ -122,9 +122,8 @@ def test_to_resume_nothing_is_an_error_unless_a_task_is_named(tmp_path: Path) ->
 def test_a_checkpoint_of_an_earlier_version_is_compared_with_settings_toml(out: Path) -> None:
     saved = checkpoint.load(out)
     assert saved is not None
-    progress, image_U8, optimizer = saved
-    progress.settings.clear()
-    checkpoint.save(out, progress, image_U8=image_U8, optimizer=optimizer)
+    saved.progress.settings.clear()
+    checkpoint.save(out, saved.progress, image_U8=saved.image_U8, optimizer=saved.optimizer)
     simulated(out, "--resume", "--rounds", "3", "--learning-rate", "0.0025")
     assert read_rows(out)[-1]["learning_rate"] == 0.0025
 

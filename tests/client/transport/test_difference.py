@@ -15,8 +15,9 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
-from headwater.common.compression.model_difference import ModelDifference, move_towards
+from headwater.common.compression.model_difference import move_towards
 from headwater.common.errors import HeadwaterError, ProtocolMismatch
+from headwater.common.flower.sent_model import ModelDifference
 from headwater.common.settings.sources import load
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, ServerFrame
 from headwater.server.transport.downloads import Downloads

@@ -29,6 +29,7 @@ PROGRESS = Progress(
     largest=[0.1, 2.0**-100],
     counted={"pi": 7, "laptop": 5},
     simulated={"1000": {"walk": {"epoch": 1}}},
+    features={"scaffold": {"rounds": 3}, "plain": {"x": 1}},
 )
 
 
@@ -38,24 +39,28 @@ def image_of(round_number: int, num_bytes: int = 44) -> Tensor:
 
 
 OPTIMIZER = {"0.exp_avg": torch.arange(5.0), "0.step": torch.tensor(3.0), "1.x": torch.zeros(0)}
+FEATURES = {"scaffold": {"variates": torch.arange(3.0), "a.b": torch.ones(1)}}
 
 
 def save(folder: Path, image_U8: Tensor | None = None) -> None:
     image_U8 = image_of(7) if image_U8 is None else image_U8
-    checkpoint.save(folder, PROGRESS, image_U8=image_U8, optimizer=OPTIMIZER)
+    checkpoint.save(folder, PROGRESS, image_U8=image_U8, optimizer=OPTIMIZER, features=FEATURES)
 
 
 def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     save(tmp_path)
     found = checkpoint.load(tmp_path)
     assert found is not None
-    progress, image_U8, optimizer = found
-    assert progress == PROGRESS
-    assert torch.equal(image_U8, image_of(7))
+    optimizer = found.optimizer
+    assert found.progress == PROGRESS
+    assert torch.equal(found.image_U8, image_of(7))
     assert optimizer.keys() == OPTIMIZER.keys()
     for name, tensor in OPTIMIZER.items():
         assert torch.equal(optimizer[name], tensor)
         assert optimizer[name].shape == tensor.shape
+    assert found.features.keys() == {"scaffold", "plain"}
+    for name, tensor in FEATURES["scaffold"].items():
+        assert torch.equal(found.features["scaffold"][name], tensor)
 
 
 def test_a_folder_without_a_checkpoint_has_none(tmp_path: Path) -> None:
@@ -75,6 +80,15 @@ def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
         (tmp_path / FILE).write_bytes(content[:length])
         with pytest.raises(CheckpointCorrupt, match=FILE):
             checkpoint.load(tmp_path)
+
+
+def test_a_checkpoint_under_the_number_of_another_version_is_corrupt(tmp_path: Path) -> None:
+    save(tmp_path)
+    content = (tmp_path / FILE).read_bytes()
+    assert content.count(b'"version": "3"') == 1
+    (tmp_path / FILE).write_bytes(content.replace(b'"version": "3"', b'"version": "2"'))
+    with pytest.raises(CheckpointCorrupt, match="SHA-256"):
+        checkpoint.load(tmp_path)
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"{}", bytes(64)])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from headwater.client.app import client_app
-from headwater.common.compression.model_difference import SentModel
 from headwater.common.errors import (
     BuffersChanged,
     ConnectionLost,
@@ -30,6 +29,7 @@ from headwater.common.errors import (
     UnexpectedUpdate,
 )
 from headwater.common.flower import records
+from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
     DescribeRequest,
     EvaluateReport,

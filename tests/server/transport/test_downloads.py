@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headwater.common.compression.model_difference import FindDifference
+from headwater.common.flower.sent_model import FindDifference
 from headwater.server.transport.downloads import Downloads
 from headwater.server.transport.session import DeviceInstruction, DeviceSession
 

@@ -168,9 +168,9 @@ def test_no_example_is_lost_or_counted_twice_over_a_resumed_run(tmp_path: Path) 
     for row in rows:
         for client in row["clients"]:
             used[client["name"]] += client["num_examples"]
-    counted = saved[0].counted
+    counted = saved.progress.counted
     for name, number in used.items():
-        state = saved[0].simulated.get(str(1000 + int(name)))
+        state = saved.progress.simulated.get(str(1000 + int(name)))
         if state is None:
             assert number == 0
             continue

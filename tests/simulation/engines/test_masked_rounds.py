@@ -176,7 +176,7 @@ def test_a_masked_run_knows_that_its_model_is_at_rest_when_it_is_resumed(tmp_pat
     assert isinstance(again, MaskedRounds)
     assert not masked.is_at_rest
     masked.summed_at = first.image.digest
-    again.restore(json.loads(json.dumps(masked.to_json())))
+    again.restore(json.loads(json.dumps(masked.to_json())), {})
     assert again.is_at_rest
     second.image.values_P.add_(1.0)
     assert not again.is_at_rest

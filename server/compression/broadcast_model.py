@@ -13,14 +13,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from headwater.common.compression.model_difference import (
-    DifferenceMethod,
-    ModelDifference,
-    move_towards,
-)
+from headwater.common.compression.model_difference import DifferenceMethod, move_towards
+from headwater.common.flower.sent_model import ModelDifference
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
-from headwater.server.aggregation.difference_history import DifferenceHistory
+from headwater.server.compression.difference_history import DifferenceHistory
 
 
 class BroadcastModel:

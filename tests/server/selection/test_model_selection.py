@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headwater.common.errors import SettingsError, UnknownMetric
 from headwater.common.settings.schema import EvaluationSettings
-from headwater.server.rounds.model_selection import (
+from headwater.server.selection.model_selection import (
     DEFAULT_PATIENCE,
     ModelSelection,
     after_evaluation,

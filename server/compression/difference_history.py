@@ -12,11 +12,8 @@ from collections import deque
 
 from torch import Tensor
 
-from headwater.common.compression.model_difference import (
-    ModelDifference,
-    movement,
-    movement_from_zero,
-)
+from headwater.common.compression.model_difference import movement, movement_from_zero
+from headwater.common.flower.sent_model import ModelDifference
 
 MAX_ROUNDS = 64
 """A sum takes time for each difference in it, and after so many rounds it saves little."""

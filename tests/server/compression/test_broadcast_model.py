@@ -6,9 +6,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwater.common.compression.model_difference import DifferenceMethod, DifferenceReader
+from headwater.common.compression.model_difference import (
+    METHODS,
+    DifferenceMethod,
+    DifferenceReader,
+)
 from headwater.common.model.parameters import ModelImage
-from headwater.server.aggregation.broadcast_model import BroadcastModel
+from headwater.server.compression.broadcast_model import BroadcastModel
 
 AMPLE = 1 << 20
 
@@ -36,7 +40,8 @@ class Device:
         assert difference is not None
         if not difference.base_id:
             self.values[:] = 0.0
-        DifferenceReader(self.values.data.cast("B"), difference.method).add(difference.data)
+        method = METHODS[difference.method]
+        DifferenceReader(self.values.data.cast("B"), method).add(difference.data)
         self.held_id = difference.image_id
         assert bytes(self.values.data.cast("B")) == bytes(broadcast.buffer())
         return len(difference.data)

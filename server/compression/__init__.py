@@ -1,0 +1,1 @@
+"""What the server does where vectors are sent compressed: the model that devices hold."""
