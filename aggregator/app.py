@@ -17,10 +17,10 @@ from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.flower.frozen_parts import holds_frozen, take_frozen
 from headwater.client.flower.request import read_request
-from headwater.common.branch_messages import MEMBERS, BranchHead, BranchPlans, MembersRequest
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest
+from headwater.common.tree.branch_messages import MEMBERS, BranchHead, BranchPlans, MembersRequest
 from headwater.server.tree.branch_wire import evaluation_payload, members_payload, sum_payload
 
 log = logging.getLogger(__name__)

@@ -13,14 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.common.branch_messages import (
-    MAX_MEMBERS,
-    BranchEvaluation,
-    BranchPlans,
-    Members,
-    MembersRequest,
-    Refusal,
-)
 from headwater.common.errors import LateUpdate, ModelMismatch
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.parameters import ModelImage
@@ -28,6 +20,14 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.task_spec import name_of
 from headwater.common.transport.tls import Credentials, split_address
+from headwater.common.tree.branch_messages import (
+    MAX_MEMBERS,
+    BranchEvaluation,
+    BranchPlans,
+    Members,
+    MembersRequest,
+    Refusal,
+)
 from headwater.common.wording import counted
 from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.fleet import BranchSum, Dropout

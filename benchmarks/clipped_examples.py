@@ -20,6 +20,7 @@ from benchmarks.measure import Figures, arguments, ratio, report, spread, take_t
 from headwater.client.features import train_round
 from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.terms import named
 
 TERMS = PrivacyTerms(norm_bound=200.0, noise_multiplier=1.0)
 BY_EXAMPLE = PrivacyTerms(norm_bound=200.0, noise_multiplier=1.0, example_bound=1.0)
@@ -34,7 +35,7 @@ def window_of(bench: Bench, terms: PrivacyTerms, *, size: int | None = None) -> 
         model_version=0,
         quota=case.micro_batch_size * case.accumulation_steps,
         micro_batch_size=size or case.micro_batch_size,
-        privacy=terms,
+        terms=named(terms),
     )
     context = bench.context()
 

@@ -17,7 +17,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def shares(work: Work, epsilon: float, *, seed: int, is_same_noise: bool) -> tup
     for done in range(rounds):
         left = rounds - done
         chosen = even if is_same_noise else multiplier_of_rest(rho, events, rounds=left, gain=gain)
-        opened = ring.ring_sum(replace(terms, noise_multiplier=chosen))
+        opened = ring.ring_sum(terms.model_copy(update={"noise_multiplier": chosen}))
         ring.step(opened.mean)
         twin.step((twin.clipped_sum(twin.norm_bound) + opened.noise) / twin.weight)
         gain = (opened.opened_multiplier / chosen) ** 2

@@ -23,7 +23,7 @@ def features_of(
 ) -> Sequence[Feature]:
     """Return the features that a plan calls for on this device; ``algorithm`` is the device's."""
     found: list[Feature] = []
-    if algorithm is not None or plan.takes_local_steps:
+    if algorithm is not None or plan.moves_model:
         from headwater.client.local_training.local_training import LocalTraining
 
         found.append(LocalTraining(algorithm))
@@ -31,10 +31,10 @@ def features_of(
         from headwater.client.own_parameters.own_step import OwnStep
 
         found.append(OwnStep())
-    if plan.privacy is not None:
+    if "privacy" in plan.terms:
         from headwater.client.privacy.private_round import PrivateRound
 
-        found.append(PrivateRound(plan.privacy))
+        found.append(PrivateRound())
     return found
 
 

@@ -73,7 +73,7 @@ class MaskedPlans(PlanFeature):
         from headwater.client.secagg.prepare import check_masking
 
         name = request.identity.name
-        check_masking(request.secure, is_masked=plan.is_masked, name=name, what="an update")
+        check_masking(request.secure, is_masked="secagg" in plan.terms, name=name, what="an update")
 
     def prepare(self, request: DeviceRequest, plan: Plan) -> None:
         """Erase the sessions of other rounds."""
@@ -87,21 +87,21 @@ class MaskedPlans(PlanFeature):
             pending.start_plan(run_id=run_id, round_number=plan.round, name=name)
         if not records.is_view(request.message.content):  # an engine where no process stays
             request.suspended.discard()
-            if plan.is_masked:
+            if "secagg" in plan.terms:
                 request.suspended.prepare()
 
     def allow(self, request: DeviceRequest, plan: Plan) -> None:
         from headwater.client.flower.masked_description import told_examples
         from headwater.client.secagg.plan_policy import check_plan
 
-        if plan.is_masked:
+        if "secagg" in plan.terms:
             told, name = told_examples(request, plan), request.identity.name
             check_plan(plan, request.secure, name=name, told_examples=told)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
         from headwater.client.flower.masked_answers import train_masked
 
-        if not plan.is_masked:
+        if "secagg" not in plan.terms:
             return None
         # Checks the task, not under a model of the server's choice.
         request.trainer.examples(request.identity)
@@ -147,7 +147,7 @@ class GrowingData(PlanFeature):
 
     def finish(self, request: DeviceRequest, plan: Plan, update: Update) -> Update:
         """Count the examples that joined and left; a private update tells of none."""
-        if not self._counts or plan.privacy is not None:
+        if not self._counts or "privacy" in plan.terms:
             return update
         report = update.report.model_copy(update=self._counts)
         return dataclasses.replace(update, report=report)
@@ -160,7 +160,7 @@ class PrivatePlans(PlanFeature):
         from headwater.client.privacy.budget import check_budget
 
         name, window = request.identity.name, None
-        if plan.is_private_by_example:
+        if plan.uses_whole_window:
             from headwater.client.flower.private_rounds import planned_window
             from headwater.client.privacy.example_unit import check_example_unit
 
@@ -172,9 +172,10 @@ class PrivatePlans(PlanFeature):
 
     def sent(self, request: DeviceRequest, plan: Plan, sampler: SamplerState) -> None:
         from headwater.client.flower.private_rounds import spend
+        from headwater.common.privacy_terms import PrivacyTerms
 
-        if plan.privacy is not None:
-            spend(request, plan.privacy, sampler)
+        if (terms := plan.of(PrivacyTerms)) is not None:
+            spend(request, terms, sampler)
 
     def check_test(self, request: DeviceRequest) -> None:
         from headwater.client.privacy.budget import check_test
@@ -199,15 +200,15 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
     is_view = records.is_view(request.message.content)
     found: list[PlanFeature] = []
     # On an engine where no process stays, the node may hold an update of a masked round before.
-    if requires_masks(request) or plan.is_masked or _has_masked() or not is_view:
+    if requires_masks(request) or "secagg" in plan.terms or _has_masked() or not is_view:
         found.append(MaskedPlans())
     if is_view and _has_offline_sum(request):
         found.append(OfflineSums())
     if not request.is_simulated and identity.data is not None and identity.rule is None:
         found.append(GrowingData())
-    if plan.privacy is not None or settings.privacy.budget is not None:
+    if "privacy" in plan.terms or settings.privacy.budget is not None:
         found.append(PrivatePlans())
-    if plan.compression is not None:
+    if "compression" in plan.terms:
         found.append(CompressedPlans())
     return found
 

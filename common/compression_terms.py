@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from headwater.common.terms import Terms
 
 Method = Literal["bfloat16", "int8", "top-k", "random-k"]
 
@@ -17,10 +19,11 @@ SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
 
 
-class CompressionTerms(BaseModel):
+class CompressionTerms(Terms):
     """How a device encodes its update; both sides compute the number of bytes from it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    NAME: ClassVar[str] = "compression"
+    CODING: ClassVar[str | None] = "headwater.common.compression.encoding:Coding"
 
     method: Method
     fraction: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -32,12 +35,6 @@ class CompressionTerms(BaseModel):
     def is_sparse(self) -> bool:
         """Whether only a part of the coordinates is sent."""
         return self.method in ("top-k", "random-k")
-
-    @property
-    def text(self) -> str:
-        """The terms as one line, the same for the same terms only."""
-        feedback = "with" if self.feedback else "without"
-        return f"{self.method} {self.fraction.hex()} {feedback} feedback"
 
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent; at least one of a vector that has any.
@@ -60,10 +57,8 @@ class CompressionTerms(BaseModel):
             case _:
                 return 2 * number
 
-
-def num_masked(terms: CompressionTerms | None, num_values: int) -> int:
-    """Return the coordinates of a masked update under these terms: all, or those of random-k."""
-    return num_values if terms is None else terms.num_sent(num_values)
+    def update_bytes(self, num_values: int) -> int:
+        return self.num_bytes(num_values)
 
 
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:

@@ -311,6 +311,12 @@ class FrozenPartMismatch(ModelMismatch):
 class AlgorithmMismatch(DeviceRefused):
     """The plan is for another client algorithm, or other arguments, than the device has."""
     remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"
+class FeatureMissing(DeviceRefused):
+    """The run uses a feature that is not on this side."""
+    remedy = (
+        "install the same version of headwater on both sides, and start both with the same "
+        "--feature"
+    )
 class TaskNotInstalled(DeviceRefused):
     """The server's run has a task that this device does not have."""
     remedy = (

@@ -10,21 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector, Vector
-from headwater.common.compression.encoding import Coding
-from headwater.common.compression_terms import CompressionTerms
-from headwater.common.optimizers.local_terms import LocalTerms
-from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.fields import Seconds
 from headwater.common.settings.training import (
     MAX_ALGORITHM_CHARACTERS,
     ChosenPrecision,
     Precision,
 )
+from headwater.common.sums.coding import VectorCoding, coding_in
+from headwater.common.sums.encoded_vector import EncodedVector, Vector
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
+from headwater.common.terms import Terms, TermsT, read_terms
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 # Far above what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
@@ -63,11 +61,14 @@ MAX_STEPS = 4096
 FINISH_DIVISOR = 5
 # A report names the tensors that no loss used; a model has seldom a hundred of them.
 MAX_UNUSED = 1 << 14
+MAX_FEATURES = 64
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
 FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The digest of the model's frozen part (``common.model.frozen_part``)."""
+
+FeatureName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,79}$")]
 
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]
 MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
@@ -117,29 +118,15 @@ class Plan(WireMessage):
     max_tokens: Annotated[int, Field(ge=1, le=2**53)] | None = Field(
         None, description="of a micro-batch with its padding; a longer example is alone"
     )
-    local_steps: Annotated[int, Field(ge=1, le=2**20)] = 1
-    local_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    local: LocalTerms | None = Field(
-        None, description="how the local steps are taken; None: the exact sum, or plain SGD"
-    )
     precision: Precision = "float32"
-    algorithm: AlgorithmLabel | None = None
     deadline_seconds: Seconds | None = None
     finish_seconds: Seconds | None = Field(
         None,
         description="predicted time for the quota; a slower or faster device stops then, with "
         "fewer or more examples",
     )
-    answer_seconds: Seconds | None = Field(
-        None,
-        description="of a masked plan: when it is answered, whatever the data; what is not done "
-        "by then is left out",
-    )
     counted_round: Natural | None = Field(
         None, description="the last round whose sum contains an update of this client"
-    )
-    refused_round: Natural | None = Field(
-        None, description="the round of this client's last update, if the server refused that one"
     )
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     held_out: HeldOut = "random"
@@ -151,29 +138,66 @@ class Plan(WireMessage):
     weigh_as: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
         None, description="scale the sum to this weight; not set: the sum keeps its own"
     )
-    is_masked: bool = Field(
-        False, description="answer ReadyReport, keep the update, and wait for a secure session"
-    )
-    privacy: PrivacyTerms | None = Field(
-        None,
-        description="clip the update, or each example's gradient, and report nothing else that "
-        "depends on the data",
-    )
-    compression: CompressionTerms | None = Field(
-        None, description="how to encode the update; None: as float32"
-    )
     frozen: FrozenDigest | None = Field(
         None, description="the model's frozen part, which the device has; None if it has none"
     )
-    max_windows: Annotated[int, Field(ge=1, le=2**20)] = Field(
-        1,
-        description="windows that the device may sum under this plan while it has no link; each "
-        "has the plan's examples",
-    )
-    num_invited: Natural | None = Field(
-        None, description="of a masked plan: the clients that have one, the most in a session"
-    )
     reason: Annotated[str, Field(max_length=320)] = "as set"
+    terms: Annotated[
+        dict[FeatureName, SerializeAsAny[Terms]],
+        Field(max_length=MAX_FEATURES),
+        BeforeValidator(read_terms),
+    ] = Field(default_factory=dict, description="what features ask, by their names")
+
+    def of(self, kind: type[TermsT]) -> TermsT | None:
+        """Return a feature's terms; None if it asks nothing."""
+        found = self.terms.get(kind.NAME)
+        return found if isinstance(found, kind) else None
+
+    def asking(self, *terms: Terms) -> Plan:
+        """Return the plan with these terms too, in the place of others of their names."""
+        return self.model_copy(update={"terms": {**self.terms, **{t.NAME: t for t in terms}}})
+
+    @property
+    def repeats_examples(self) -> bool:
+        """See ``Terms``, as of the properties below."""
+        return any(one.repeats_examples for one in self.terms.values())
+
+    @property
+    def moves_model(self) -> bool:
+        return any(one.moves_model for one in self.terms.values())
+
+    @property
+    def uses_whole_window(self) -> bool:
+        return any(one.uses_whole_window for one in self.terms.values())
+
+    @property
+    def has_planned_weight(self) -> bool:
+        return any(one.has_planned_weight for one in self.terms.values())
+
+    @property
+    def hides_pace(self) -> bool:
+        return any(one.hides_pace for one in self.terms.values())
+
+    @property
+    def hides_data(self) -> bool:
+        return any(one.hides_data for one in self.terms.values())
+
+    @property
+    def keeps_update(self) -> bool:
+        return any(one.keeps_update for one in self.terms.values())
+
+    @property
+    def max_windows(self) -> int:
+        return max((one.max_windows for one in self.terms.values()), default=1)
+
+    def num_sent(self, num_values: int) -> int:
+        """Return how many coordinates of a vector are sent."""
+        return min((one.num_sent(num_values) for one in self.terms.values()), default=num_values)
+
+    def update_bytes(self, num_values: int) -> int:
+        """Return the bytes of the update's vector; 0 if it is sent later."""
+        found = (one.update_bytes(num_values) for one in self.terms.values())
+        return min((number for number in found if number is not None), default=4 * num_values)
 
     @property
     def accumulation_steps(self) -> int:
@@ -181,16 +205,10 @@ class Plan(WireMessage):
         return -(-self.quota // self.micro_batch_size)
 
     @property
-    def coding(self) -> Coding | None:
+    def coding(self) -> VectorCoding | None:
         """How the update is encoded; None: as float32."""
-        if self.compression is None:
-            return None
-        return Coding(terms=self.compression, run_seed=self.run_seed, round=self.round)
-
-    @property
-    def takes_local_steps(self) -> bool:
-        """Whether the model moves on the device within the round, even if in one step only."""
-        return self.local is not None or self.local_steps > 1
+        terms = self.terms.values()
+        return coding_in(terms, run_seed=self.run_seed, round_number=self.round)
 
     def quota_of(self, num_owned: int) -> int:
         """Return the quota of a device that owns so many examples.
@@ -198,30 +216,16 @@ class Plan(WireMessage):
         An exact sum uses no example twice, so that the cohort's step is that of one large batch;
         only local steps pass over a device's examples again.
         """
-        is_exact = not self.takes_local_steps or self.is_private_by_example
-        return min(self.quota, num_owned) if is_exact else self.quota
-
-    def local_step(self, number: int) -> tuple[int, int]:
-        """Return where a local step, from 0, begins and ends in the window.
-
-        The quota's examples are divided evenly: two steps differ by one example at most, and a
-        whole number of passes over the data ends with a step.
-        """
-        start, end = (self.quota * at // self.local_steps for at in (number, number + 1))
-        return start, end
-
-    @property
-    def is_private_by_example(self) -> bool:
-        """Whether each example's gradient is clipped by itself before it is added."""
-        return self.privacy is not None and self.privacy.unit == "example"
+        return self.quota if self.repeats_examples else min(self.quota, num_owned)
 
     @property
     def answer_by(self) -> float | None:
-        """The seconds after which a masked plan is answered, at most the deadline; None: any."""
-        if self.answer_seconds is None:
-            return None
-        deadline = self.deadline_seconds
-        return self.answer_seconds if deadline is None else min(self.answer_seconds, deadline)
+        """The seconds after which the plan is answered, at most the deadline; None: any."""
+        found = (one.answers_after for one in self.terms.values())
+        times = [seconds for seconds in found if seconds is not None]
+        if times and self.deadline_seconds is not None:
+            times.append(self.deadline_seconds)
+        return min(times, default=None)
 
     @property
     def min_examples(self) -> int:

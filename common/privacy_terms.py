@@ -10,10 +10,11 @@ vectors were within the bound (``common.privacy.clip_bit``), the vectors' noise 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+
+from headwater.common.terms import Terms
 
 Bound = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Unit = Literal["device", "example"]
@@ -21,8 +22,7 @@ Multiplier = Annotated[float, Field(ge=0.01, le=1e6, allow_inf_nan=False)]
 BitMultiplier = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrivacyTerms:
+class PrivacyTerms(Terms):
     """The terms that a plan carries; in masked rounds all members of the session agree on them.
 
     ``min_survivors`` and ``corrupted`` are shares of the members with masks. Noise under masks is
@@ -33,6 +33,8 @@ class PrivacyTerms:
     Raises:
         ValueError: the bits alone would cost what the round does, or more.
     """
+
+    NAME: ClassVar[str] = "privacy"
 
     norm_bound: Bound
     noise_multiplier: Multiplier
@@ -47,7 +49,8 @@ class PrivacyTerms:
 
     bit_multiplier: BitMultiplier | None = None
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check_bits(self) -> Self:
         if self.bit_multiplier is not None and self.example_bound is not None:
             raise ValueError("bits are on the clip norm of devices, not of examples")
         if self.bit_multiplier is not None and self.bit_multiplier <= self.noise_multiplier:
@@ -55,6 +58,7 @@ class PrivacyTerms:
                 f"bits with noise of {self.bit_multiplier} cost more than a round of "
                 f"{self.noise_multiplier}"
             )
+        return self
 
     @property
     def unit(self) -> Unit:
@@ -73,13 +77,17 @@ class PrivacyTerms:
         return math.floor(self.norm_bound / self.example_bound)
 
     @property
-    def text(self) -> str:
-        """All fields, exactly: equal terms have equal texts."""
-        numbers = [self.norm_bound, self.noise_multiplier, self.min_survivors, self.corrupted]
-        numbers.append(self.min_colluding)
-        bit = "" if self.bit_multiplier is None else f" bit {float(self.bit_multiplier).hex()}"
-        unit = "" if self.example_bound is None else f" example {float(self.example_bound).hex()}"
-        return " ".join(float(number).hex() for number in numbers) + bit + unit
+    def uses_whole_window(self) -> bool:
+        """Whether the quota bounds what a round may spend, as each example is clipped by itself."""
+        return self.unit == "example"
+
+    @property
+    def has_planned_weight(self) -> bool:
+        return True
+
+    @property
+    def hides_pace(self) -> bool:
+        return True
 
     @property
     def vector_multiplier(self) -> float:

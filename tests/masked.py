@@ -39,6 +39,7 @@ from headwater.server.secagg.mask_phases import MaskPhase
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from tests.faults import FaultPlan
+from tests.plans import fields_of, without_masks
 
 RUN = 2**61 + 3  # run ids have 62 bits
 TASK = "tests/tasks.py:TwoLayers"
@@ -69,15 +70,17 @@ def model() -> bytes:
 
 def plan(round_number: int = 1, **changes: Any) -> Plan:
     return Plan.model_validate(
-        {
-            "round": round_number,
-            "run_seed": 0,
-            "model_version": round_number - 1,
-            "quota": 8,
-            "micro_batch_size": 4,
-            "is_masked": True,
-            **changes,
-        }
+        fields_of(
+            {
+                "round": round_number,
+                "run_seed": 0,
+                "model_version": round_number - 1,
+                "quota": 8,
+                "micro_batch_size": 4,
+                "is_masked": True,
+                **changes,
+            }
+        )
     )
 
 
@@ -264,7 +267,7 @@ def plain_sum(
     """
     device = AppDevice(part)
     records.save_state(device.context, SAMPLER, SamplerState(place=place))
-    sent = train(device, round_plan.model_copy(update={"is_masked": False}))
+    sent = train(device, without_masks(round_plan))
     assert sent.vector is not None
     values = np.frombuffer(sent.vector, np.float32).astype(np.float64)
     return values, records.parse(sent.head, UpdateReport)

@@ -23,6 +23,7 @@ from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Task
+from tests.plans import plan_of
 from tests.tasks import gradient_sum
 
 
@@ -113,7 +114,7 @@ def training_context(
 
 
 def plan(quota: int, micro_batch_size: int, **changes: Any) -> Plan:
-    return Plan(
+    return plan_of(
         round=1,
         run_seed=0,
         model_version=0,

@@ -10,7 +10,9 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Work, sum_round
 from headwater.client.training.sampler import SamplerPosition, Window, window
 from headwater.common.errors import AlgorithmBroken
+from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import Plan
+from headwater.common.terms import named
 
 NUM_EXAMPLES = 4
 # Examples that are drawn anew each time, such as flipped images, can be equal by chance.
@@ -43,12 +45,11 @@ def try_algorithm(algorithm: ClientAlgorithm, context: TrainingContext) -> None:
             model_version=0,
             quota=len(tried.positions),
             micro_batch_size=1,
-            local_steps=num_steps,
-            local_learning_rate=1e-3,
+            terms=named(LocalPlan(steps=num_steps, learning_rate=1e-3)),
         )
         try:
             is_same = _is_same(plan, tried, context, algorithm, num_times=2) or not _is_same(
-                plan.model_copy(update={"local_steps": 1}), tried, context, None, num_times=NUM_SUMS
+                plan.model_copy(update={"terms": {}}), tried, context, None, num_times=NUM_SUMS
             )
         finally:
             context.accumulator.zero()

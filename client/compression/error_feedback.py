@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.common.compression.encoding import coding_of
 from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
 from headwater.common.model.vectors import CHUNK, all_finite
@@ -113,8 +114,7 @@ class ErrorFeedback:
             NonFiniteUpdate: the sum with the residual overflows float32; nothing is stored.
             StateError: the residual could not be stored; the one before is intact.
         """
-        coding, stored = plan.coding, self._stored()
-        assert coding is not None
+        coding, stored = coding_of(plan), self._stored()
         base = self._counted(stored, plan)
         if base is not None:
             add_in_chunks(update.values_P, base.values_P)
@@ -144,8 +144,7 @@ class ErrorFeedback:
         Raises:
             StateError: see ``encode``. Whether it is raised does not depend on an example.
         """
-        coding, stored = plan.coding, self._stored()
-        assert coding is not None
+        coding, stored = coding_of(plan), self._stored()
         positions = coding.positions(len(values_P))
         plain = [one for one in stored if one.label is None]
         base = self._masked(stored, was_masked) or self._counted(plain, plan)
@@ -285,8 +284,7 @@ def encoded_update(update: Update, plan: Plan, feedback: ErrorFeedback) -> tuple
     Raises:
         NonFiniteUpdate, StateError: see ``ErrorFeedback.encode``.
     """
-    coding = plan.coding
-    assert coding is not None
+    coding = coding_of(plan)
     if coding.terms.feedback:
         data = feedback.encode(update, plan)
     else:

@@ -43,6 +43,7 @@ from headwater.client.secagg.prepare import (
 )
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
 from headwater.client.training.sampler import SamplerState, seed_of
+from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import (
@@ -51,6 +52,7 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.vectors import squared_norm
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import SQUARED_NORM, numbers_of_nothing
 from headwater.common.task import max_weight_per_example
 
@@ -163,12 +165,13 @@ def _add_pending(
     from headwater.client.secagg.session import SecureSession
 
     context, trainer, identity = request.context, request.trainer, request.identity
-    if update is None and plan.privacy is not None:
+    privacy = plan.of(PrivacyTerms)
+    if update is None and privacy is not None:
         trainer.accumulator.reclaim()
         trainer.accumulator.zero()
         update = private_update(
             plan,
-            plan.privacy,
+            privacy,
             trainer.accumulator.values_P,
             name=identity.name,
             weight=max_weight_per_example(trainer.task) * plan.quota,
@@ -196,7 +199,7 @@ def _add_pending(
         enrolment=request.enrolment,
     )
     record = read_record(records.load_state(context, SECURE))
-    if plan.compression is not None:
+    if plan.of(CompressionTerms) is not None:
         unmasked = _random_coordinates(request, plan, unmasked, device, record)
     session = SecureSession(
         device,
@@ -224,9 +227,9 @@ def _random_coordinates(
         StateError: see ``ErrorFeedback.gather``.
     """
     from headwater.client.secagg.mask_phases import with_usable_values  # as above
+    from headwater.common.compression.encoding import coding_of
 
-    assert plan.coding is not None
-    assert plan.compression is not None
+    coding = coding_of(plan)
     update = with_usable_values(update, planned_weight=device.planned_weight)
     values_P, history = update.values_P, request.history
 
@@ -234,7 +237,7 @@ def _random_coordinates(
         num_planned = history.num_planned_at(bytes.fromhex(label.model))
         return label.update_id == record.masked or num_planned > label.num_planned_before
 
-    if plan.compression.feedback:
+    if coding.terms.feedback:
         label = MaskedLabel(
             update_id=device.update_id,
             model=device.model_digest.hex(),
@@ -244,6 +247,6 @@ def _random_coordinates(
             values_P, plan, is_empty=not update.weight, label=label, was_masked=was_masked
         )
     else:
-        sent_K = plan.coding.positions(len(values_P)).gather(values_P)
+        sent_K = coding.positions(len(values_P)).gather(values_P)
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
     return UnmaskedUpdate(values_P=sent_K, numbers=numbers)

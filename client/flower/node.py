@@ -24,7 +24,6 @@ from headwater.client.operations.installed_tasks import installed_tasks, own_tas
 from headwater.client.secagg.pending import pending_in
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.compression_terms import num_masked, update_bytes
 from headwater.common.errors import (
     CorruptUpdate,
     HeadwaterError,
@@ -180,20 +179,22 @@ class Node:
             plan = records.parse(plan_json, Plan)
         except HeadwaterError:  # the plan itself is refused when it is carried out
             return 4 * num_values
-        if plan.is_masked:
-            return 4 * num_masked(plan.compression, num_values)
-        return update_bytes(plan.compression, num_values)
+        if plan.keeps_update:
+            return 4 * plan.num_sent(num_values)
+        return plan.update_bytes(num_values)
 
     def may_go_on(self, plan_json: str, answer: NodeAnswer) -> bool:
         """Whether the device may add a window of a plan to its answer while it has no link."""
         if answer.error is not None or self.trainer.stop_requested.is_set():
             return False
         plan, report = json.loads(plan_json), json.loads(answer.head_json)
-        most = min(self._settings.asynchronous.offline_windows, plan.get("max_windows", 1))
+        terms = plan.get("terms", {})
+        windows = terms.get("offline", {}).get("windows", 1)
+        most = min(self._settings.asynchronous.offline_windows, windows)
         # The sum of an earlier plan that answers this one is delivered as it is, and a compressed
         # update is no vector that windows can be added to.
         is_own = "round" in plan and report.get("round") == plan["round"]
-        is_own = is_own and plan.get("compression") is None
+        is_own = is_own and "compression" not in terms
         return is_own and "steps" in report and report.get("num_windows", 1) < most
 
     def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:
@@ -280,7 +281,7 @@ class Node:
         instruction would otherwise show how long a micro-batch took.
         """
         plan = self.trainer.progress.plan
-        if plan is None or not plan.is_masked:
+        if plan is None or not plan.keeps_update:
             self.interrupt()
 
     def resume(self) -> None:

@@ -17,6 +17,7 @@ from headwater.client.flower.state_file import SAMPLER, offline_name
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import Plan, Update
+from headwater.common.offline.terms import OfflineTerms
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
     """Return the most windows that a sum may have, by the plan and by the device's owner."""
     if request.local_store is not None:
         return 1  # its own parameters follow each window
-    if plan.privacy is not None:
+    if "privacy" in plan.terms:
         return 1  # each window is clipped by itself, and their sum would exceed the bound
     return min(plan.max_windows, request.settings.asynchronous.offline_windows)
 
@@ -132,9 +133,11 @@ def deliverable(request: DeviceRequest, plan: Plan) -> Update | None:
     kept = file.read()
     if kept is None:
         return None
-    is_over = kept.plan.round in (plan.counted_round, plan.refused_round)
+    terms = plan.of(OfflineTerms)
+    refused = None if terms is None else terms.refused_round
+    is_over = kept.plan.round in (plan.counted_round, refused)
     has_budget = request.settings.privacy.budget is not None  # set since: the sum has no noise
-    if is_over or plan.max_windows == 1 or plan.is_masked or has_budget:
+    if is_over or plan.max_windows == 1 or plan.hides_data or has_budget:
         file.remove()
         return None
     trainer = request.trainer

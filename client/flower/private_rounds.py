@@ -44,9 +44,9 @@ def spend(
 
 def planned_window(request: DeviceRequest, plan: Plan) -> UsedWindow | None:
     """Return where a plan's examples begin and end, if its noise is for single examples."""
-    if not plan.is_private_by_example:
+    if not plan.uses_whole_window:
         return None
-    order_seed = order_seed_of(request, plan) if plan.is_masked else None
+    order_seed = order_seed_of(request, plan) if plan.keeps_update else None
     after = request.trainer.skip(request.identity, plan, request.sampler, order_seed)
     return _window(request, after)
 

@@ -158,12 +158,12 @@ class DataWatch:
 
 def _why_not(plan: Plan) -> str | None:
     """Return why a plan forbids that the data change; None if they may."""
-    if plan.is_masked:
+    if plan.hides_data:
         return (
             "in masked rounds it must know which examples each of its vectors had "
             "(docs/security.md)"
         )
-    if plan.is_private_by_example:
+    if plan.uses_whole_window:
         return "the budget of each example counts the epochs of a fixed number of examples"
     if plan.held_out_fraction > 0:
         return "examples would move between training and the held-out test"

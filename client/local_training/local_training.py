@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwater.client.local_training.local_steps import LocalSteps
 from headwater.client.local_training.local_work import ClientAlgorithm, LocalWork
 from headwater.client.training.round import Feature, Work
+from headwater.common.local_training.terms import LocalPlan
 from headwater.common.optimizers.local_optimizer import path_length
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.user_code import running
@@ -25,7 +26,8 @@ class LocalTraining(Feature):
             TaskFailed: the algorithm raised.
             AlgorithmBroken, NonFiniteUpdate: see ``LocalWork.keep``.
         """
-        terms, local = work.plan.local, LocalWork(work)
+        asked, local = work.plan.of(LocalPlan), LocalWork(work)
+        terms = None if asked is None else asked.how
         if self._algorithm is None:
             steps = LocalSteps(terms or LocalTerms(), work.context)
             _make(steps, local, name="local training")

@@ -24,6 +24,7 @@ from headwater.client.training.spool import SpooledWindow
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
+from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.model.vectors import all_finite
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,10 @@ class LocalWork:
     """
 
     def __init__(self, work: Work) -> None:
-        self.learning_rate = work.plan.local_learning_rate
+        local = work.plan.of(LocalPlan) or PLAIN
+        self.learning_rate = local.learning_rate
         """The local learning rate (``--local-learning-rate``)."""
-        self.num_steps = work.plan.local_steps
+        self.num_steps = local.steps
         """The planned local steps (``--local-steps``)."""
         self.num_taken = 0
         """The local steps whose gradients were yielded so far."""

@@ -11,6 +11,7 @@ from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window import AddMicroBatch, sum_window
 from headwater.client.training.window_sum import WindowSum
+from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan
 
 
@@ -47,9 +48,9 @@ def step_sums(
     Raises:
         HeadwaterError: see ``sum_window``.
     """
-    total = before
-    for number in range(first, plan.local_steps):
-        start, end = plan.local_step(number)
+    total, local = before, plan.of(LocalPlan) or PLAIN
+    for number in range(first, local.steps):
+        start, end = local.bounds(number, quota=plan.quota)
         part = window.part(start, end)
         if not part.positions:
             continue

@@ -45,7 +45,7 @@ class ClientDisplay:
         plan = progress.plan
         since = "" if seconds is None else f" since {duration(float(round(seconds)))}"
         if activity.stage == COMPUTING and plan is not None:
-            if plan.is_masked:
+            if plan.hides_data:
                 return [f"{self._planned(plan)}, computes{since}", self._bytes()]
             step = min(progress.num_steps + 1, plan.accumulation_steps)
             micro_batch = f"micro-batch {step} of {plan.accumulation_steps}"
@@ -66,7 +66,7 @@ class ClientDisplay:
         progress, plan = self._activity.progress, self._activity.progress.plan
         if plan is None:
             return []
-        if plan.is_masked:
+        if plan.hides_data:
             return [", ".join(filter(None, (self._planned(plan), verb)))]
         head = f"round {plan.round}: {verb}".rstrip()
         done = counted(progress.num_examples, "example")
@@ -75,7 +75,7 @@ class ClientDisplay:
     @property
     def _is_masked(self) -> bool:
         plan = self._activity.progress.plan
-        return plan is not None and plan.is_masked
+        return plan is not None and plan.hides_data
 
     def _planned(self, plan: Plan) -> str:
         k = plan.accumulation_steps

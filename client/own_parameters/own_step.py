@@ -12,6 +12,7 @@ import torch
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.model.vectors import all_finite
+from headwater.common.own_parameters.terms import OwnStepTerms
 
 
 class OwnStep(Feature):
@@ -26,7 +27,7 @@ class OwnStep(Feature):
         image, sum_L = work.context.image, work.context.accumulator.local_L
         if not weight or not sum_L.numel():
             return
-        rate = work.plan.local_learning_rate
+        rate = (work.plan.of(OwnStepTerms) or OwnStepTerms()).learning_rate
         stepped_L = torch.sub(image.local_L, sum_L, alpha=rate / weight)
         if not all_finite(stepped_L):
             raise NonFiniteUpdate(

@@ -34,7 +34,7 @@ from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateEr
 from headwater.common.messages import Plan
 from headwater.common.privacy.epoch_cost import EpochCost
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import Unit
+from headwater.common.privacy_terms import PrivacyTerms, Unit
 from headwater.common.settings.schema import PrivacySettings
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 from headwater.common.system.file_lock import try_lock
@@ -216,11 +216,12 @@ def check_budget(
     """
     if chosen.budget is None:
         return
-    if plan.privacy is None:
+    terms = plan.of(PrivacyTerms)
+    if terms is None:
         raise PrivacyRequired(f"{name}: the server plans a round without noise")
     if spent is None:
         raise StateError(f"{name}: a privacy budget needs a device that keeps files")
-    update = UpdateCost.of(plan.privacy, plan.privacy.rho, window)
+    update = UpdateCost.of(terms, terms.rho, window)
     check_limit(spent.read().after(update, update_id=None), chosen)
 
 

@@ -28,6 +28,7 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.vectors import all_finite
 from headwater.common.privacy.clipping import clip_to_norm
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.task import Metrics
 
 
@@ -56,9 +57,10 @@ def add_clipped_examples(
         MemoryError: an allocation failed; the vector is invalid.
         TaskError: the task replaced the model's gradients.
     """
-    assert plan.privacy is not None
-    assert plan.privacy.example_bound is not None
-    accumulator, bound = context.accumulator, plan.privacy.example_bound
+    terms = plan.of(PrivacyTerms)
+    assert terms is not None
+    assert terms.example_bound is not None
+    accumulator, bound = context.accumulator, terms.example_bound
     num_shared = len(accumulator.values_P)
     losses, total_weight, sums = [], 0, Metrics()
     faults: dict[int, ExampleFault] = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
+from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan
+from headwater.common.privacy_terms import PrivacyTerms
 
 REMEDY = "start the server with --privacy-unit device, or without what this names"
 
@@ -24,12 +26,13 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
         ExamplesForgotten: a plain sum of the run has an update of this device that its state does
             not know of. (Under masks the server counts every round as if all examples came again.)
     """
-    assert plan.privacy is not None
+    terms, local = plan.of(PrivacyTerms), plan.of(LocalPlan) or PLAIN
+    assert terms is not None
     faults = {
-        "local steps": plan.takes_local_steps,
-        "a client algorithm": plan.algorithm is not None,
+        "local steps": local.takes_steps,
+        "a client algorithm": local.algorithm is not None,
         "parameters that stay on the device": has_local,
-        "more examples than its noise is for": plan.quota > plan.privacy.max_examples,
+        "more examples than its noise is for": plan.quota > terms.max_examples,
     }
     for fault, is_found in faults.items():
         if is_found:
@@ -38,7 +41,7 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
                 f"{fault}",
                 remedy=REMEDY,
             )
-    if not plan.is_masked and not sampler.knows(plan.counted_round):
+    if not plan.hides_data and not sampler.knows(plan.counted_round):
         raise ExamplesForgotten(
             f"{name}: the run's round {plan.counted_round} has examples of this device, and its "
             "state file does not say which"

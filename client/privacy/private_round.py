@@ -18,11 +18,8 @@ log = logging.getLogger(__name__)
 class PrivateRound(Feature):
     """Clips the update, or each example; it is never refused for its data."""
 
-    def __init__(self, terms: PrivacyTerms) -> None:
-        self._terms = terms
-
     def prepare(self, work: Work) -> None:
-        if self._terms.unit == "example":
+        if work.plan.uses_whole_window:
             work.add = add_clipped_examples
 
     def failed(self, work: Work, error: NonFiniteUpdate) -> bool:
@@ -33,9 +30,11 @@ class PrivateRound(Feature):
 
     def finish(self, work: Work) -> Update:
         context, plan = work.context, work.plan
+        terms = plan.of(PrivacyTerms)
+        assert terms is not None
         return private_update(
             plan,
-            self._terms,
+            terms,
             work.values_P,
             name=context.name,
             weight=max_weight_per_example(context.task) * plan.quota,

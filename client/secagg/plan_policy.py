@@ -12,7 +12,7 @@ from typing import Any
 
 from headwater.client.trainer.client_examples import MAX_REPEATED
 from headwater.client.training.sampler import SamplerState
-from headwater.common.compression_terms import MIN_MASKED_FRACTION
+from headwater.common.compression_terms import MIN_MASKED_FRACTION, CompressionTerms
 from headwater.common.errors import (
     CohortTooSmall,
     CountOutOfRange,
@@ -20,7 +20,9 @@ from headwater.common.errors import (
     UpdateAlreadyMasked,
 )
 from headwater.common.messages import Plan
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.graph import ceil_fraction
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.schema import SecureSettings
 
 
@@ -44,14 +46,14 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"masks at least {secure.min_quota}",
             remedy="raise the quota, or lower secure.min_quota on the device",
         )
-    terms = plan.compression
+    terms, privacy = plan.of(CompressionTerms), plan.of(PrivacyTerms)
+    asked = plan.of(MaskingTerms) or MaskingTerms()
     if terms is not None and (
-        terms.method != "random-k"
-        or terms.fraction < MIN_MASKED_FRACTION
-        or plan.privacy is not None
+        terms.method != "random-k" or terms.fraction < MIN_MASKED_FRACTION or privacy is not None
     ):
         raise MaskingTooWeak(
-            f"{name}, round {plan.round}: the plan sends {terms.text}, and a masked update without "
+            f"{name}, round {plan.round}: the plan sends {terms.method} of "
+            f"{terms.fraction:g}, and a masked update without "
             f"noise sends all coordinates, or random-k of at least {MIN_MASKED_FRACTION:g}",
             remedy="use --compress random-k on the server, with a larger --compress-fraction",
         )
@@ -61,20 +63,20 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             "examples, and a device that masks tests nothing",
             remedy="leave out --evaluate-on-devices",
         )
-    if plan.answer_seconds is None and secure.aggregation != "off":
+    if asked.answer_seconds is None and secure.aggregation != "off":
         raise MaskingTooWeak(
             f"{name}, round {plan.round}: the plan does not say when it is to be answered, and the "
             "time that this device takes would be an answer that depends on its examples",
             remedy="use a server of this version",
         )
-    if plan.num_invited is not None and plan.num_invited < secure.min_members:
+    if asked.num_invited is not None and asked.num_invited < secure.min_members:
         raise CohortTooSmall(
-            f"{name}, round {plan.round}: {plan.num_invited} clients are invited, and this device "
+            f"{name}, round {plan.round}: {asked.num_invited} clients are invited, and this device "
             f"masks among at least {secure.min_members}",
             remedy=f"set secure.min_members = {secure.min_members} on the server, which then waits "
             "for as many (and --cohort-size no lower); or lower it on the device",
         )
-    privacy, num_invited = plan.privacy, plan.num_invited
+    num_invited = asked.num_invited
     if privacy is not None and num_invited is not None:
         least = ceil_fraction(secure.corrupted, num_invited)
         if privacy.min_colluding < least:

@@ -16,10 +16,10 @@ from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.trainer.trainer import Trainer
-from headwater.common.compression_terms import num_masked
 from headwater.common.errors import MaskingRequired, SettingsError, TaskError
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.model.vectors import zero_tensors
+from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
@@ -126,12 +126,13 @@ def unmasked_update(
     # The noise scale compares two batch sizes at one model; local steps move the model in between,
     # and a client algorithm may send another vector than the sum.
     noise = NoiseSums(weight=report.weight)
-    if plan.privacy is not None:
+    privacy = plan.of(PrivacyTerms)
+    if privacy is not None:
         norm = 0.0
-    elif not plan.takes_local_steps and plan.algorithm is None:
+    elif not plan.moves_model:
         noise = noise_sums(report, num_owned=num_owned)
     num_zero = 0
-    if plan.privacy is None and plan.compression is None:
+    if privacy is None and plan.coding is None:
         used = set(range(len(spans))).difference(report.unused)
         num_zero = len(zero_tensors(update.values_P, spans, used))
     numbers = numbers_of(report, noise=noise, squared_norm=norm * norm, num_zero=num_zero)
@@ -175,7 +176,7 @@ def participant_of(
         round=plan.round,
         model_digest=model_digest,
         plan_digest=plan_digest(plan),
-        num_values=num_masked(plan.compression, trainer.image.layout.num_parameters),
+        num_values=plan.num_sent(trainer.image.layout.num_parameters),
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(model_digest, examples),
         examples=examples,
@@ -184,7 +185,7 @@ def participant_of(
         identity=enrolment.identity,
         allow_list=enrolment.allow_list,
         has_aes=has_aes(),
-        privacy=plan.privacy,
+        privacy=plan.of(PrivacyTerms),
     )
 
 

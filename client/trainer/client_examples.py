@@ -145,8 +145,7 @@ class ClientExamples:
         """
         examples, _ = self.split(identity, plan)
         quota = plan.quota_of(len(examples))
-        # With each example clipped by itself, the quota bounds what a round may spend.
-        num_more = 0 if plan.is_private_by_example else plan.max_examples - plan.quota
+        num_more = 0 if plan.uses_whole_window else plan.max_examples - plan.quota
         if quota > max(len(examples), MAX_REPEATED):
             raise CountOutOfRange(
                 f"{identity.name}, round {plan.round}: the plan asks for {plan.quota:,} examples, "

@@ -98,7 +98,7 @@ class DevicePrecision:
         if plan.precision != "auto":
             return plan
         precision: ChosenPrecision = "float32"
-        if self.is_compared or not plan.is_masked:
+        if self.is_compared or not plan.hides_data:
             precision = self.choose(plan.precision, identity)
         return plan.model_copy(update={"precision": precision})
 

@@ -344,7 +344,7 @@ class Trainer:
         try:
             examples, whole = self._examples.window(identity, plan, sampler, order_seed)
             positions = whole.without(left_out)
-            if self._is_undecided and not plan.is_masked:  # a refusal would tell of the data
+            if self._is_undecided and not plan.hides_data:  # a refusal would tell of the data
                 self._is_undecided = False
                 own: Examples = Subset(examples, positions.positions)  # type: ignore[arg-type]
                 self._compare_more(own, identity.name)
@@ -366,7 +366,7 @@ class Trainer:
         if store is not None:
             store.write(local.pend(plan.round, work.after_L), self.image.layout)
         # The server counts on it that a window's examples come again only in the next epoch.
-        is_whole = bool(left_out) or plan.is_private_by_example
+        is_whole = bool(left_out) or plan.uses_whole_window
         used = whole.positions if is_whole else work.used
         return update, sampler.pend(plan.round, whole.after_use_of(used), whole.order.digest)
 

@@ -89,7 +89,7 @@ def _leave_out_bad(
     take time, which the server sees.
     """
     is_invalid = fault.kind is not NonFiniteLoss  # a forward pass that raised may hide a gradient's
-    if plan.is_masked:
+    if plan.hides_data:
         if fault.kind is InvalidGradients:
             raise _lost(plan, context, fault.why)
         total.leave_out(positions, MICRO_BATCH_FAULT)
@@ -123,7 +123,7 @@ def check_vector(plan: Plan, total: WindowSum, context: TrainingContext) -> Wind
     try:
         total.steps[-1] = with_norm(total.steps[-1], context)
     except InvalidGradients as error:
-        if plan.is_masked:
+        if plan.hides_data:
             raise _lost(plan, context, error.fault) from error
         context.accumulator.zero()
         return total.restarted([*total.done, *total.remaining])

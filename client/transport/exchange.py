@@ -84,7 +84,7 @@ class Exchange:
         plan = self._activity.progress.plan
         if plan is None or self._activity.stage != COMPUTING:
             return None
-        if plan.is_masked or plan.privacy is not None:
+        if plan.hides_pace:
             return None
         return Progress(message_id=self._message_id, num_steps=self._activity.progress.num_steps)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector
 from headwater.common.compression.random_coordinates import (
     SharedPositions,
     decoded_random,
@@ -27,6 +26,8 @@ from headwater.common.compression.rounding import (
 from headwater.common.compression.top_coordinates import decoded_top, encode_top
 from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import CorruptUpdate
+from headwater.common.messages import Plan
+from headwater.common.sums.encoded_vector import EncodedVector
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,3 +83,10 @@ class Coding:
         """Return the positions that random-k sends in the round."""
         number = self.terms.num_sent(num_values)
         return SharedPositions(num_values, number, run_seed=self.run_seed, round_number=self.round)
+
+
+def coding_of(plan: Plan) -> Coding:
+    """Return how the updates of a plan with such terms are encoded."""
+    terms = plan.of(CompressionTerms)
+    assert terms is not None
+    return Coding(terms=terms, run_seed=plan.run_seed, round=plan.round)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.compression.encoded_vector import Floats
 from headwater.common.compression_terms import BLOCK
 from headwater.common.errors import CorruptUpdate
+from headwater.common.sums.encoded_vector import Floats
 
 Doubles = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import Floats
 from headwater.common.compression.grid_steps import (
     FIRST_LEVELS,
     LEVELS,
@@ -38,6 +37,7 @@ from headwater.common.compression.grid_steps import (
 from headwater.common.compression.rounding import decoded_bfloat16, encode_bfloat16
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
+from headwater.common.sums.encoded_vector import Floats
 
 DifferenceMethod = Literal["bfloat16", "int8"]
 METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwater.common.compression.model_difference import planned_difference_bytes
-from headwater.common.compression_terms import num_masked, update_bytes
+from headwater.common.compression_terms import update_bytes
 from headwater.common.settings.schema import Settings
 
 
@@ -22,6 +22,7 @@ def download_bytes(settings: Settings, num_values: int) -> int:
 def upload_bytes(settings: Settings, num_values: int) -> int:
     """Return the bytes of a device's update of so many coordinates, masked or not."""
     if settings.secure.aggregation != "off":
-        num_sent = num_masked(settings.compression.terms, num_values)
+        terms = settings.compression.terms
+        num_sent = num_values if terms is None else terms.num_sent(num_values)
         return num_sent * settings.secure.ring_bits // 8
     return update_bytes(settings.compression.terms, num_values)

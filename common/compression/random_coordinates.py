@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector, Floats
 from headwater.common.compression.rounding import encode_bfloat16
+from headwater.common.sums.encoded_vector import EncodedVector, Floats
 
 Positions = NDArray[np.int64]
 

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector, Floats
 from headwater.common.compression.rounding import encode_bfloat16
 from headwater.common.compression_terms import SPAN
 from headwater.common.errors import CorruptUpdate
+from headwater.common.sums.encoded_vector import EncodedVector, Floats
 
 Bits = NDArray[np.uint32]
 NUM_BINS = 1 << 16

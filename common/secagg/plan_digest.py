@@ -6,10 +6,10 @@ more clearly. The digest is one of the session's parameters: each device compare
 plan's, and a server that shows it otherwise to one device has another session there, in which no
 share opens (``common.secagg.session``).
 
-Not in it: the quota, whose share of the session a device checks in the roster; the micro-batch
-size, which changes no sum; and the times, which may differ between devices of unlike speed. A
-server that gives some devices no time to train makes their part of the sum small: the least quota
-counts planned examples, not summed ones.
+Every feature's terms are in it, by name, with all that they do not leave out
+(``Terms.shared_text``). Not in it: the quota, whose share of the session a device checks in the
+roster; the micro-batch size, which changes no sum; and the times, which may differ between devices
+of unlike speed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 
 from headwater.common.messages import Plan
 from headwater.common.secagg.session import framed
+from headwater.common.terms import shared_texts
 
 
 def plan_digest(plan: Plan) -> bytes:
@@ -28,15 +29,11 @@ def plan_digest(plan: Plan) -> bytes:
             plan.round,
             plan.run_seed,
             plan.model_version,
-            plan.local_steps,
-            plan.local_learning_rate.hex(),
-            "plain steps" if plan.local is None else f"local {plan.local.text}",
             plan.precision,
-            "none" if plan.algorithm is None else f"algorithm {plan.algorithm}",
             float(plan.held_out_fraction).hex(),
             f"holds out {plan.held_out}",
-            "no noise" if plan.privacy is None else f"noise {plan.privacy.text}",
-            "all coordinates" if plan.compression is None else f"sends {plan.compression.text}",
             "weighed by data" if plan.weigh_as is not None else "weighed by what is summed",
+            len(plan.terms),
+            *shared_texts(plan.terms),
         )
     ).digest()

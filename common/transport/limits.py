@@ -5,7 +5,7 @@ A vector of n bytes travels in chunks of 1 MiB, so its framing adds less than 0.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 STREAM_METHOD = "/headwater.Stream/Connect"
 MAX_NAME = 128  # characters of a device's name
 NAME_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}"

@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector, Vector
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
+from headwater.common.sums.encoded_vector import EncodedVector, Vector
 
 HEADROOM_BITS = 10
 SUM_BITS = 62

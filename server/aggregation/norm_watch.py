@@ -26,8 +26,8 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import Vector, norm_squared
 from headwater.common.errors import OutlierInRound
+from headwater.common.sums.encoded_vector import Vector, norm_squared
 
 MIN_UPDATES = 3
 LARGEST_NORM = 2.0**63

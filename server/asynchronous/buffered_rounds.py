@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from headwater.common.errors import HeadwaterError, StaleUpdate, TooFewOfModel
 from headwater.common.messages import Plan, ReadyReport, Update
+from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
 from headwater.server.asynchronous.masked_buffer import (
@@ -165,7 +166,7 @@ class BufferedRounds:
         )
 
     def _joined(self, new: Mapping[str, Plan], earlier: Mapping[str, Plan]) -> Mapping[str, Plan]:
-        """Return the new plans as they are sent: see ``joined``, and ``Plan.refused_round``."""
+        """Return the new plans as they are sent: see ``joined``, and ``OfflineTerms``."""
         if self._least is not None:
             return joined(new, earlier, least=self._least)
         # After an aborted step, a number may be that of another plan which the client has by now.
@@ -181,7 +182,10 @@ class BufferedRounds:
         }
         return {
             **new,
-            **{n: new[n].model_copy(update={"refused_round": at}) for n, at in refused.items()},
+            **{
+                n: new[n].asking(OfflineTerms(windows=new[n].max_windows, refused_round=at))
+                for n, at in refused.items()
+            },
         }
 
     def _give_up_stale(self, rule: StalenessRule, opened: OpenRound) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from headwater.common.messages import Plan
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.schema import SecureSettings
 from headwater.server.rounds.run_state import Training
 from headwater.server.secagg.masked_rounds import MaskedRounds, clients_by_model
@@ -78,4 +79,9 @@ def joined(
     number = len(new) + sum(plan.model_version in versions for plan in earlier.values())
     if number < least:
         return {}
-    return {name: plan.model_copy(update={"num_invited": number}) for name, plan in new.items()}
+    return {name: _inviting(plan, number) for name, plan in new.items()}
+
+
+def _inviting(plan: Plan, number: int) -> Plan:
+    terms = plan.of(MaskingTerms) or MaskingTerms()
+    return plan.asking(terms.model_copy(update={"num_invited": number}))

@@ -15,8 +15,10 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
-from headwater.common.errors import StateError
+from headwater.common.errors import FeatureMissing, StateError
+from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan, UpdateReport
+from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.planning.plan_messages import algorithm_of
@@ -55,7 +57,7 @@ class PlansOut:
 
         def is_open(name: str, plan: Plan) -> bool:
             is_new = plan.round > counted.get(name, 0) and plan.model_version <= version
-            return is_new and (plan.local, plan.algorithm) == self._algorithm
+            return is_new and _way_of(plan) == self._algorithm
 
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
@@ -66,7 +68,14 @@ class PlansOut:
             }
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, AttributeError, ValidationError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ValidationError,
+            FeatureMissing,
+        ) as error:
             log.warning(
                 "%s cannot be read, so that updates of earlier plans are refused: %s",
                 self._path,
@@ -129,3 +138,8 @@ class PlansOut:
 def _allows(plan: Plan, report: UpdateReport) -> bool:
     most = report.num_windows * plan.max_examples
     return report.num_windows <= plan.max_windows and report.num_examples <= most
+
+
+def _way_of(plan: Plan) -> tuple[LocalTerms | None, str | None]:
+    local = plan.of(LocalPlan) or PLAIN
+    return local.how, local.algorithm

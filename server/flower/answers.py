@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from flwr.app import Message, RecordDict
 
-from headwater.common.branch_messages import BranchHead
 from headwater.common.errors import HeadwaterError, LateUpdate
 from headwater.common.flower import records
 from headwater.common.messages import EvaluateReport, ReadyReport, Update
+from headwater.common.tree.branch_messages import BranchHead
 from headwater.server.fleet import BranchSum, Dropout, Reply
 from headwater.server.flower.registration import Registration, check_name
 from headwater.server.tree.branch_wire import BranchReports

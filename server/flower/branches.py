@@ -16,7 +16,6 @@ from typing import TypeVar
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from headwater.common.branch_messages import MEMBERS, BranchHead, Members, MembersRequest
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import (
@@ -24,6 +23,7 @@ from headwater.common.messages import (
     DeviceReport,
     Plan,
 )
+from headwater.common.tree.branch_messages import MEMBERS, BranchHead, Members, MembersRequest
 from headwater.common.wording import counted
 from headwater.server.fleet import Dropout
 from headwater.server.tree.branch_wire import parse

@@ -68,7 +68,7 @@ class DispatchedPlans:
         num_values, start_seconds = image.layout.num_parameters, time.monotonic()
 
         def read(name: str, content: RecordDict) -> Update | ReadyReport:
-            if plans[name].is_masked:
+            if plans[name].keeps_update:
                 return with_seconds(records.read(content, ReadyReport), start_seconds)
             return records.read_update(content, plans[name], num_values=num_values)
 

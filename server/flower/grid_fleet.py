@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from headwater.common.branch_messages import BranchPlans
 from headwater.common.errors import (
     AggregatorRefused,
     ConnectionLost,
@@ -34,6 +33,7 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.parameters import ModelImage
+from headwater.common.tree.branch_messages import BranchPlans
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.answers import (
@@ -163,7 +163,7 @@ class GridFleet:
         def read(name: str, content: RecordDict) -> Update | ReadyReport | BranchSum:
             if name in sent.branches:
                 return read_sum(*branch_parts(content), sent.branches[name], image.layout)
-            if plans[name].is_masked:
+            if plans[name].keeps_update:
                 ready = records.read(content, ReadyReport)
                 if ready.seconds is not None:  # of a real device the grid checks the deadline
                     check_in_time(ready.name, ready.seconds, timeout_seconds)

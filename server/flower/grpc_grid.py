@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flwr.app import Message
 
-from headwater.common.branch_messages import (
+from headwater.common.errors import HeadwaterError
+from headwater.common.flower import records
+from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.sent_model import FindDifference
+from headwater.common.messages import DescribeRequest, FrozenPart, Plan
+from headwater.common.tree.branch_messages import (
     EVALUATE_BRANCH,
     MAX_MEMBERS_BYTES,
     MEMBERS,
     TRAIN_BRANCH,
     BranchPlans,
 )
-from headwater.common.compression_terms import update_bytes
-from headwater.common.errors import HeadwaterError
-from headwater.common.flower import records
-from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
-from headwater.common.flower.sent_model import FindDifference
-from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 
@@ -229,7 +228,7 @@ class GrpcGrid(HeadwaterGrid):
         if kind != "train":
             return self._reply_bytes.get(kind, 0)
         plan = records.read(message.content, Plan)
-        return 0 if plan.is_masked else update_bytes(plan.compression, self._num_parameters)
+        return plan.update_bytes(self._num_parameters)
 
     def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
         vector, kind = records.vector(message.content), message.metadata.message_type

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import Plan, ReportFields
 from headwater.common.optimizers.local_optimizer import path_length
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.aggregation.round_reports import RoundSum
 
 
@@ -38,8 +38,8 @@ def correct_steps(
     as in masked and private rounds, with its plan's. The sum of several windows of a plan, each of
     which begins at the plan's model, counts with their mean length.
     """
-    terms = next(iter(plans.values())).local  # the same in all plans of a round
-    if terms is not None and terms.is_normalized:
+    local = next(iter(plans.values())).of(LocalPlan)  # the same in all plans of a round
+    if local is not None and local.how is not None and local.how.is_normalized:
         done.mean_P.mul_(mean_path_length(plans, done.names, reports, times_of))
 
 
@@ -53,8 +53,9 @@ def mean_path_length(
     lengths, weights = [], []
     for name in names:
         plan, report = plans[name], reports.get(name)
-        assert plan.local is not None
-        length = _own_length(plan, plan.local, report)
+        local = plan.of(LocalPlan)
+        assert local is not None
+        length = _own_length(local, report)
         own = (plan.weigh_as or plan.quota) if report is None else report.weight
         weight = float(times_of(plan) * own)
         lengths.append(weight * length)
@@ -62,16 +63,18 @@ def mean_path_length(
     return math.fsum(lengths) / math.fsum(weights)
 
 
-def _own_length(plan: Plan, terms: LocalTerms, report: ReportFields | None) -> float:
+def _own_length(local: LocalPlan, report: ReportFields | None) -> float:
     """Return the mean path length of a client's windows, of which there is mostly one."""
+    terms = local.how
+    assert terms is not None
     if report is None:
-        return path_length(terms, plan.local_steps, rate=plan.local_learning_rate)
+        return path_length(terms, local.steps, rate=local.learning_rate)
     number = report.num_windows
-    steps = min(max(report.local_steps, number), number * plan.local_steps)
+    steps = min(max(report.local_steps, number), number * local.steps)
     # So many windows with one step more than the rest make up the sum of all steps.
     fewest, num_longer = divmod(steps, number)
     lengths = [
-        path_length(terms, fewest + more, rate=plan.local_learning_rate)
+        path_length(terms, fewest + more, rate=local.learning_rate)
         for more in range(2 if num_longer else 1)
     ]
     return ((number - num_longer) * lengths[0] + num_longer * lengths[-1]) / number

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import Plan
+from headwater.common.offline.terms import OfflineTerms
 from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.own_parameters.terms import OwnStepTerms
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.schema import EvaluationSettings, Settings
+from headwater.common.terms import Terms, named
 from headwater.server.planning import plan_reasons
 from headwater.server.planning.answer_times import answer_times
 from headwater.server.planning.planner import Assignment
@@ -23,13 +28,15 @@ def plans_of(
     weights: Mapping[str, int],
     micro_batch_size: Callable[[int, int], int],
     frozen: str | None,
+    has_own_parameters: bool = False,
     local: LocalRound | None = None,
 ) -> dict[str, Plan]:
     """Return the plans by name; clients with the same assignment and figures share a plan.
 
     ``counted`` is the last round whose sum includes a client's update; ``weights`` are those of
     dataset weighting; ``micro_batch_size`` may change the size for a quota and a planned size;
-    ``frozen`` is the digest of the model's frozen part; ``local`` is the work of local training.
+    ``frozen`` is the digest of the model's frozen part; ``has_own_parameters`` says whether some
+    stay on the devices; ``local`` is the work of local training.
     """
     chosen, (terms, label) = settings.plan, algorithm_of(settings)
     common = {
@@ -37,18 +44,19 @@ def plans_of(
         "run_seed": settings.seed,
         "model_version": round_number - 1,
         "max_tokens": chosen.max_tokens_per_micro_batch,
-        "local_learning_rate": settings.local.rate,
-        "local": terms,
         "precision": chosen.precision,
-        "algorithm": label,
         "held_out_fraction": held_out_fraction(settings.evaluation),
         "held_out": settings.evaluation.held_out,
-        "is_masked": settings.secure.aggregation != "off",
-        "compression": settings.compression.terms,
         "frozen": frozen,
-        "max_windows": settings.asynchronous.offline_windows if settings.asynchronous.is_on else 1,
-        "num_invited": len(assigned) if settings.secure.aggregation != "off" else None,
     }
+    is_masked = settings.secure.aggregation != "off"
+    asked: list[Terms] = []
+    if (compressed := settings.compression.terms) is not None:
+        asked.append(compressed)
+    if settings.asynchronous.is_on:
+        asked.append(OfflineTerms(windows=settings.asynchronous.offline_windows))
+    if has_own_parameters:
+        asked.append(OwnStepTerms(learning_rate=settings.local.rate))
     assignments = assigned.values()
     rounds, weights_of = map(counted.get, assigned), map(weights.get, assigned)
     kinds = list(zip(map(id, assignments), rounds, weights_of, strict=True))
@@ -58,14 +66,22 @@ def plans_of(
         min(micro_batch_size(one.quota, one.micro_batch_size), -(-one.quota // number))
         for one, number in zip(of_kinds.values(), steps, strict=True)
     ]
-    factor = settings.secure.answer_factor if common["is_masked"] else None
+    factor = settings.secure.answer_factor if is_masked else None
     times = answer_times(list(of_kinds.values()), sizes, factor=factor)
     shared = {}
     for (kind, assignment), size, number, answer in zip(
         of_kinds.items(), sizes, steps, times, strict=True
     ):
-        fields = _work(assignment, settings, size, number, local) | {"answer_seconds": answer}
-        shared[kind] = Plan(**common, **fields, counted_round=kind[1], weigh_as=kind[2])
+        own = list(asked)
+        if local is not None or label is not None:
+            rate = settings.local.rate
+            own.append(LocalPlan(steps=number, learning_rate=rate, how=terms, algorithm=label))
+        if is_masked:
+            own.append(MaskingTerms(num_invited=len(assigned), answer_seconds=answer))
+        fields = _work(assignment, settings, size, number, local)
+        shared[kind] = Plan(
+            **common, **fields, counted_round=kind[1], weigh_as=kind[2], terms=named(*own)
+        )
     return dict(zip(assigned, map(shared.__getitem__, kinds), strict=True))
 
 
@@ -105,7 +121,6 @@ def _work(
     share = assignment.estimate.deadline_share
     return {
         "quota": assignment.quota,
-        "local_steps": local_steps,
         "micro_batch_size": micro_batch_size,
         # The device trains in this share of the deadline; the rest is for the transfers.
         "deadline_seconds": None if deadline is None else deadline * share,

@@ -253,6 +253,7 @@ class RoundPlanner:
                 micro_batch_size=self.target.micro_batch_size,
                 local=self.target.local,
                 frozen=self.frozen,
+                has_own_parameters=bool(self.layout.local),
             ),
             owned=owned,
             left_out=selection.left_out | excluded,

@@ -47,7 +47,7 @@ def round_terms(
 
 def terms_of(plans: Collection[Plan]) -> PrivacyTerms:
     """Return the terms that a private round's plans share."""
-    terms = {plan.privacy for plan in plans}
+    terms = {plan.of(PrivacyTerms) for plan in plans}
     assert len(terms) == 1
     found = terms.pop()
     assert found is not None

@@ -239,7 +239,7 @@ class RunPrivacy:
             noise_multiplier=self.noise_multiplier(round_number=round_number),
             max_weight_per_example=max_weight_per_example,
         )
-        changed = {id(plan): plan.model_copy(update={"privacy": terms}) for plan in plans.values()}
+        changed = {id(plan): plan.asking(terms) for plan in plans.values()}
         return {name: changed[id(plan)] for name, plan in plans.items()}
 
     def add_noise(

@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import Vector, whole
 from headwater.common.errors import (
     CountOutOfRange,
     HeadwaterError,
@@ -23,10 +22,8 @@ from headwater.common.errors import (
     UpdateRefused,
 )
 from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
-from headwater.common.model.vectors import squared_norm
-from headwater.common.privacy.clipping import clip_to_norm
-from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
+from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight, scaled_to
@@ -39,6 +36,7 @@ from headwater.server.fleet import (
     UpdateBatch,
     UpdateSeries,
 )
+from headwater.server.rounds.admission import admitted
 
 log = logging.getLogger(__name__)
 
@@ -183,11 +181,7 @@ class OpenRound:
                 *(report.name, plan, report.num_examples, report.weight, report.num_steps),
                 report.num_windows,
             )
-            values_P = update.vector
-            if plan.privacy is not None:
-                _check_bit(update, plan.privacy)
-                values_P = _clipped(update, plan.privacy)
-            self._add(report.name, plan, values_P, report.weight)
+            self._add(report.name, plan, admitted(update, plan), report.weight)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return
@@ -419,37 +413,11 @@ class OpenRound:
         if plan.weigh_as is not None:
             if weight != plan.weigh_as:
                 return f"weight {weight}, its plan says {plan.weigh_as}"
-        elif plan.privacy is not None and weight != plan.quota * self._max_weight:
-            return f"weight {weight}, a private plan says {plan.quota * self._max_weight}"
+        elif plan.has_planned_weight and weight != plan.quota * self._max_weight:
+            return f"weight {weight}, its plan says {plan.quota * self._max_weight}"
         elif not 0 <= weight <= num_examples * self._max_weight:
             examples = counted(num_examples, "example")
             return f"weight {weight} for {examples} of at most {self._max_weight} each"
         if num_steps > num_windows * (plan.max_examples + 1):
             return f"{num_steps} steps for {counted(most, 'example')}"
         return None
-
-
-def _check_bit(update: Update, terms: PrivacyTerms) -> None:
-    """Check that a private update tells what its plan asks for.
-
-    Raises:
-        CountOutOfRange: it has no bit on the clip norm and should have one, or the reverse.
-    """
-    if (update.report.clip_bit is None) != (terms.bit_multiplier is None):
-        raise CountOutOfRange(
-            f"{update.name}: expected {'no' if terms.bit_multiplier is None else 'a'} bit on the "
-            f"clip norm, found {update.report.clip_bit}"
-        )
-
-
-def _clipped(update: Update, terms: PrivacyTerms) -> Tensor:
-    """Return a private update's vector, clipped if its device should have clipped it and did not.
-
-    The noise hides a vector of this norm, and no longer one.
-    """
-    if squared_norm(update.values_P) <= terms.norm_bound**2:
-        return update.values_P
-    log.warning("%s: its update is longer than its plan allows, and is clipped", update.name)
-    values_P = update.values_P.clone()
-    clip_to_norm(values_P, terms.norm_bound)
-    return values_P

@@ -190,9 +190,7 @@ class RoundRow:
         return own | self.metrics
 
 
-def client_row(
-    report: ReportFields, *, plan_reason: str, takes_local_steps: bool = False
-) -> ClientRow:
+def client_row(report: ReportFields, *, plan_reason: str, moves_model: bool = False) -> ClientRow:
     """Return the row of a client's report."""
     steps = report.steps
     return ClientRow(
@@ -212,7 +210,7 @@ def client_row(
         # Local steps move the model, so their gradients are not of two batch sizes at one model.
         gradient_variance=(
             [None] * len(steps)
-            if takes_local_steps
+            if moves_model
             else [found.variance if found else None for found in estimates_after_steps(steps)]
         ),
         peak_bytes=report.peak_bytes,
@@ -244,7 +242,7 @@ class ClientRows(Sequence[ClientRow]):
 
     def _row(self, report: ReportFields) -> ClientRow:
         plan = self.plans[report.name]
-        return client_row(report, plan_reason=plan.reason, takes_local_steps=plan.takes_local_steps)
+        return client_row(report, plan_reason=plan.reason, moves_model=plan.moves_model)
 
 
 def masked_client_row(answer: ReadyReport | ReportFields, plan: Plan) -> MaskedClientRow:

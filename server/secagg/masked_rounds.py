@@ -263,7 +263,7 @@ class MaskedRounds(RunFeature):
         total, was_blind = sums.total(), self._encoding.is_blind
         done, self._encoding = decode_sum(total, self._encoding, room=room)
         if done.num_clipped:
-            is_guess = was_blind and ring_bits != WIDE_RING and plan.privacy is None
+            is_guess = was_blind and ring_bits != WIDE_RING and "privacy" not in plan.terms
             self._note_clipped(plan.round, done.num_clipped, total, is_guess=is_guess)
         self.summed_at = model_digest
         if cohort.coding is not None:

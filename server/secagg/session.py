@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.common.compression.encoding import Coding
-from headwater.common.compression_terms import num_masked
+from headwater.common.compression.encoding import Coding, coding_of
+from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
 from headwater.common.privacy_terms import PrivacyTerms
@@ -64,6 +64,7 @@ class ReadyCohort:
         metrics: tuple[str, ...],
     ) -> ReadyCohort:
         """Take the clients that are ready; ``metrics`` are the names that a session masks."""
+        shared = next(iter(plans.values()))
         return ReadyCohort(
             ready=ready,
             planned_weights={
@@ -72,14 +73,14 @@ class ReadyCohort:
             },
             metrics=metrics,
             max_examples=max((plans[name].max_examples for name in ready), default=1),
-            plan_digest=plan_digest(next(iter(plans.values()))),
-            privacy=next(iter(plans.values())).privacy,
-            coding=next(iter(plans.values())).coding,
+            plan_digest=plan_digest(shared),
+            privacy=shared.of(PrivacyTerms),
+            coding=None if shared.of(CompressionTerms) is None else coding_of(shared),
         )
 
     def num_masked(self, num_values: int) -> int:
         """Return how many coordinates of a vector are masked."""
-        return num_masked(None if self.coding is None else self.coding.terms, num_values)
+        return num_values if self.coding is None else self.coding.terms.num_sent(num_values)
 
     def without(self, names: Iterable[str]) -> ReadyCohort:
         """Return the cohort without these clients."""

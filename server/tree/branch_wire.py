@@ -13,7 +13,10 @@ from typing import TypeVar, cast
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from headwater.common.branch_messages import (
+from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
+from headwater.common.messages import EvaluateReport, Plan, UpdateReport
+from headwater.common.model.layout import ModelLayout
+from headwater.common.tree.branch_messages import (
     BranchAnswer,
     BranchEvaluation,
     BranchHead,
@@ -24,9 +27,6 @@ from headwater.common.branch_messages import (
     answer_bytes,
     packed,
 )
-from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
-from headwater.common.messages import EvaluateReport, Plan, UpdateReport
-from headwater.common.model.layout import ModelLayout
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout

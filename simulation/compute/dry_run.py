@@ -29,6 +29,7 @@ from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
+from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.common.optimizers.local_optimizer import held_bytes
 from headwater.common.optimizers.local_terms import LocalTerms
@@ -138,13 +139,9 @@ def foreseen_alone(
 def _is_plain(plan: Plan) -> bool:
     """Whether a plan asks for the sum of a window's gradients in float32, and nothing else."""
     return (
-        not plan.takes_local_steps
-        and plan.max_windows == 1
-        and not plan.is_masked
+        plan.max_tokens is None
         and plan.precision != "auto"
-        and all(
-            one is None for one in (plan.algorithm, plan.privacy, plan.compression, plan.max_tokens)
-        )
+        and all(one.is_foreseen for one in plan.terms.values())
     )
 
 
@@ -177,7 +174,7 @@ def _is_steady(devices: Devices, parts: Ints, plans: PlanColumns) -> NDArray[np.
         return nobody
     is_steady: NDArray[np.bool_] = hardware.is_steady[parts]
     is_steady &= hardware.fitting[parts] >= plans.ints(SIZE)
-    if not first.takes_local_steps:  # see ``Plan.quota_of``; the planner plans for no more
+    if not first.repeats_examples:  # see ``Plan.quota_of``; the planner plans for no more
         is_steady &= plans.ints(QUOTA) <= owned
     return is_steady & (_num_steps(plans) <= MAX_STEPS)
 
@@ -215,22 +212,24 @@ def _predict_steady(
 
 def _held_bytes(devices: Devices, plan: Plan) -> int:
     """Return what the plan's local steps hold beside model and gradient; 0 for an exact sum."""
-    if not plan.takes_local_steps:
+    local = plan.of(LocalPlan)
+    if local is None or not local.takes_steps:
         return 0
     number = devices.trainer.image.layout.num_parameters
-    return held_bytes(plan.local or LocalTerms(), num_parameters=number)
+    return held_bytes(local.how or LocalTerms(), num_parameters=number)
 
 
 def _num_steps(plans: PlanColumns) -> Ints:
     """Return the number of micro-batches of each plan."""
-    if not plans.plans[0].takes_local_steps:
+    if not plans.plans[0].repeats_examples:
         return -(-plans.ints(QUOTA) // plans.ints(SIZE))
     return plans.ints(lambda plan: int(_micro_batches_of_steps(plan).sum()))
 
 
 def _local_step_sizes(plan: Plan) -> Ints:
-    """Return the examples of each local step that has some (``Plan.local_step``)."""
-    ends = plan.quota * np.arange(plan.local_steps + 1) // plan.local_steps
+    """Return the examples of each local step that has some (``LocalPlan.bounds``)."""
+    steps = (plan.of(LocalPlan) or PLAIN).steps
+    ends = plan.quota * np.arange(steps + 1) // steps
     sizes: Ints = np.diff(ends)
     return sizes[sizes > 0]
 
@@ -242,7 +241,7 @@ def _micro_batches_of_steps(plan: Plan) -> Ints:
 def _sizes(plans: PlanColumns, num_steps: Ints) -> tuple[Ints, Ints]:
     """Return the size of each micro-batch, and the local step that it is part of."""
     size = plans.ints(SIZE)
-    if plans.plans[0].takes_local_steps:
+    if plans.plans[0].repeats_examples:
         examples = plans.each(_local_step_sizes)
         numbers = np.concatenate([np.arange(len(of_one)) for of_one in examples])
         cuts = np.concatenate(plans.each(_micro_batches_of_steps))
@@ -369,7 +368,7 @@ def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
     rules = StopRules(plan, context, begun)
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
     num_steps: list[int] = []
-    if plan.takes_local_steps:
+    if plan.repeats_examples:
         with context.memory.holding(_held_bytes(devices, plan)):
             for step in step_sums(plan, window, context, rules, before=total, add=_advance):
                 num_steps.append(len(step.total.steps) - sum(num_steps))

@@ -21,12 +21,12 @@ from headwater.client.app import client_app
 from headwater.client.device.bandwidth import DOWNLOAD, UPLOAD
 from headwater.client.flower.request import SIMULATED
 from headwater.client.secagg.pending import pending_in
-from headwater.common.compression.encoded_vector import whole
 from headwater.common.errors import ConnectionLost, SettingsError
 from headwater.common.flower import records
 from headwater.common.messages import Plan
 from headwater.common.secagg.protocol import PHASES
 from headwater.common.settings.schema import Settings
+from headwater.common.sums.encoded_vector import whole
 from headwater.simulation.engines.shared_round import SharedRound
 from headwater.simulation.fleet.faults import STAGES, TRAIN, falsifications, falsify
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec

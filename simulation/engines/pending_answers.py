@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headwater.common.compression.encoded_vector import whole
 from headwater.common.messages import Update
+from headwater.common.sums.encoded_vector import whole
 from headwater.common.system.bounded_memory import BoundedMemory
 from headwater.server.fleet import Dropout
 

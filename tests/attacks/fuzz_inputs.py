@@ -12,7 +12,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION
@@ -26,6 +25,7 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
 )
 from tests.attacks.raw import VECTOR, head_of, layout_digest
+from tests.plans import plan_of
 
 MESSAGE_ID = "instruction"
 NAME = "fuzzed"
@@ -171,7 +171,7 @@ def _with_value(head: Any, place: tuple[str | int, ...], value: Any) -> Any:
 _KEY = base64.b64encode(bytes(range(32))).decode()
 _SEALED = base64.b64encode(bytes(92)).decode()
 _SHARE = base64.b64encode(bytes(16)).decode()
-_PLAN = Plan(
+_PLAN = plan_of(
     round=3,
     run_seed=5,
     model_version=2,

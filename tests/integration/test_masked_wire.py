@@ -129,7 +129,10 @@ class Relay:
                 frame = ServerFrame.FromString(data)
                 if frame.instruction.message_type == "train":
                     plan = json.loads(frame.instruction.head_json)
-                    planned[frame.instruction.message_id] = plan["answer_seconds"], time.monotonic()
+                    planned[frame.instruction.message_id] = (
+                        plan["terms"]["secagg"]["answer_seconds"],
+                        time.monotonic(),
+                    )
                 yield data
 
 

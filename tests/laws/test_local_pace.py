@@ -22,6 +22,7 @@ from headwater.common.settings.sources import load
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target, local_round
+from tests.plans import local_of
 from tests.tasks import TwoLayers, examples
 from tests.training_contexts import FakeClock, training_context
 
@@ -84,19 +85,19 @@ def trained(plan: Plan, *, seconds: float = SECONDS, **more: Any) -> Update:
 def test_a_device_that_became_slower_takes_fewer_steps_in_the_next_round() -> None:
     rounds = Rounds()
     first = rounds.plans()
-    assert {plan.local_steps for plan in first.values()} == {STEPS}
+    assert {local_of(plan).steps for plan in first.values()} == {STEPS}
     slow = {"three": 4 * SECONDS}  # hot, or busy otherwise
     rounds.learn(
         {name: trained(plan, seconds=slow.get(name, SECONDS)) for name, plan in first.items()}
     )
     second = rounds.plans()
-    assert second["three"].local_steps < STEPS < second["one"].local_steps
+    assert local_of(second["three"]).steps < STEPS < local_of(second["one"]).steps
     assert sum(plan.quota for plan in second.values()) == len(NAMES) * STEPS * BATCH
 
 
 def test_a_device_whose_owner_gives_half_of_its_time_takes_half_of_the_steps() -> None:
     plans = Rounds(vitals={"share": 0.5}).plans()
-    assert plans["three"].local_steps == plans["one"].local_steps // 2
+    assert local_of(plans["three"]).steps == local_of(plans["one"]).steps // 2
     assert plans["three"].share == 0.5
 
 
@@ -117,11 +118,11 @@ def test_a_device_that_was_late_takes_fewer_steps_before_the_same_deadline() -> 
     rounds = Rounds(deadline=100.0)
     first = rounds.plans()
     assert {plan.quota for plan in first.values()} == {90}  # nine tenths of it, at a second each
-    assert {plan.local_steps for plan in first.values()} == {9}
+    assert {local_of(plan).steps for plan in first.values()} == {9}
     updates = {name: trained(plan) for name, plan in first.items() if name != "three"}
     rounds.learn(updates, three=LateUpdate("three took 130 s"))
     second = rounds.plans()
-    assert {name: plan.local_steps for name, plan in second.items()} == {
+    assert {name: local_of(plan).steps for name, plan in second.items()} == {
         "one": 9,
         "two": 9,
         "three": 5,
@@ -134,7 +135,7 @@ def test_less_memory_cuts_a_step_into_more_micro_batches_and_takes_no_step_away(
     vitals = {"memory_limit_bytes": limit, "base_bytes": 1000, "bytes_per_example": 100.0}
     plans = Rounds(vitals=vitals).plans()
     assert (plans["three"].micro_batch_size, plans["one"].micro_batch_size) == (4, BATCH)
-    assert plans["three"].local_steps == plans["one"].local_steps == STEPS
+    assert local_of(plans["three"]).steps == local_of(plans["one"]).steps == STEPS
     found = trained(plans["three"])
     assert [step.num_examples for step in found.report.steps] == [4, 4, 2] * STEPS
     torch.testing.assert_close(found.values_P, trained(plans["one"]).values_P, rtol=1e-4, atol=1e-3)

@@ -16,9 +16,10 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState
-from headwater.common.messages import Plan, Update
+from headwater.common.messages import Update
 from headwater.common.model.local_state import LocalStore
 from headwater.server.aggregation.cohort_sum import CohortSum
+from tests.plans import plan_of
 from tests.tasks import gradient_sum
 
 RATE = 2.0**-6
@@ -46,7 +47,7 @@ class Device:
     @property
     def own_L(self) -> Tensor:  # noqa: N802 - a dimension
         """The device's own parameters as the next round finds them."""
-        plan = Plan(
+        plan = plan_of(
             round=99,
             run_seed=0,
             model_version=0,
@@ -57,17 +58,16 @@ class Device:
         return self.home.load_local(self.identity, plan, self.store).values_L.clone()
 
     def train(self, number: int, quota: int, size: int, **more: object) -> Update:
-        plan = Plan.model_validate(
-            {
-                "round": number,
-                "run_seed": 0,
-                "model_version": number - 1,
-                "quota": quota,
-                "micro_batch_size": size,
-                "counted_round": self.counted,
-                "local_learning_rate": RATE,
-                **more,
-            }
+        rates = {"own_learning_rate": RATE, "local_learning_rate": RATE}
+        plan = plan_of(
+            round=number,
+            run_seed=0,
+            model_version=number - 1,
+            quota=quota,
+            micro_batch_size=size,
+            counted_round=self.counted,
+            **rates,
+            **more,
         )
         update, self.sampler = self.home.train(
             self.identity, ThisMachine(), plan, self.sampler, store=self.store
@@ -75,7 +75,7 @@ class Device:
         return update
 
     def positions(self, number: int, quota: int) -> Sequence[int]:
-        plan = Plan(round=number, run_seed=0, model_version=0, quota=quota, micro_batch_size=1)
+        plan = plan_of(round=number, run_seed=0, model_version=0, quota=quota, micro_batch_size=1)
         settled = self.sampler.settle(self.counted)
         return self.home.numbers(self.identity, plan, settled, plan.run_seed)
 

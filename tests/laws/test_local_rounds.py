@@ -27,6 +27,7 @@ from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target, local_round
+from tests.plans import changed, local_of
 from tests.python_tasks import Signs
 from tests.tasks import TwoLayers, examples
 from tests.training_contexts import FakeMemory, training_context
@@ -85,7 +86,7 @@ def by_plain_loop(plan: Plan, name: str, batches: Sequence[Sequence[int]], mu: f
     task, data = TwoLayers(), examples(OWNED[name], seed=len(name))
     model = training_context(task, data).image.model
     start = [value.detach().clone() for value in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=plan.local_learning_rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=local_of(plan).learning_rate)
     for positions in batches:
         model.zero_grad()
         loss_sum, weight = task.loss_sum(model, [part[list(positions)] for part in data.tensors])
@@ -113,10 +114,10 @@ def assert_near(found_P: Tensor, expected_P: Tensor) -> None:
 
 def test_eight_local_steps_under_the_planner_are_eight() -> None:
     plans = planned(chosen(local__steps=8, local__batch_size=4, local__learning_rate=RATE))
-    assert {name: plan.local_steps for name, plan in plans.items()} == dict.fromkeys(OWNED, 8)
+    assert {name: local_of(plan).steps for name, plan in plans.items()} == dict.fromkeys(OWNED, 8)
     assert {name: plan.quota for name, plan in plans.items()} == dict.fromkeys(OWNED, 8 * 4)
     for name, plan in plans.items():
-        plain = plan.model_copy(update={"local": LocalTerms()})  # without the correction
+        plain = changed(plan, local=LocalTerms())  # without the correction
         update = trained(plain, name)
         assert update.report.local_steps == 8
         assert_near(update.values_P, by_plain_loop(plan, name, batches_of(plan, name, 8), mu=0.0))
@@ -125,7 +126,7 @@ def test_eight_local_steps_under_the_planner_are_eight() -> None:
 def test_four_local_steps_of_five_micro_batches_are_four() -> None:
     settings = chosen(local__steps=4, plan__accumulation_steps=5, plan__micro_batch_size=2)
     for name, plan in planned(settings).items():
-        assert (plan.local_steps, plan.quota, plan.accumulation_steps) == (4, 4 * 5 * 2, 4 * 5)
+        assert (local_of(plan).steps, plan.quota, plan.accumulation_steps) == (4, 4 * 5 * 2, 4 * 5)
         update = trained(plan, name)
         assert update.report.local_steps == 4
         assert [step.num_examples for step in update.report.steps] == [2] * 20
@@ -139,11 +140,13 @@ def test_five_epochs_use_every_example_five_times() -> None:
         number = OWNED[name]
         assert plan.quota == 5 * number
         per_epoch = -(-number // 5)
-        assert plan.local_steps == 5 * per_epoch
+        assert local_of(plan).steps == 5 * per_epoch
         positions = taken(plan, name).positions
         for start in range(0, plan.quota, number):  # an epoch ends with a step
             assert sorted(positions[start : start + number]) == list(range(number))
-            assert start in {plan.local_step(at)[0] for at in range(plan.local_steps)}
+            assert start in {
+                local_of(plan).bounds(at, quota=plan.quota)[0] for at in range(local_of(plan).steps)
+            }
         update = trained(plan, name)
         assert (update.report.num_examples, update.report.local_steps) == (
             5 * number,
@@ -178,7 +181,7 @@ def test_the_server_s_rate_is_one_with_local_steps_unless_the_user_sets_it(
 def test_diloco_is_adamw_inside_and_nesterov_momentum_outside() -> None:
     settings = chosen(local__algorithm="diloco")
     assert settings.server_optimizer.arguments == {"momentum": 0.9, "nesterov": True}
-    (terms,) = {plan.local.text for plan in planned(settings).values() if plan.local}
+    (terms,) = {how.text for plan in planned(settings).values() if (how := local_of(plan).how)}
     assert '"optimizer": "adamw"' in terms
 
 
@@ -191,7 +194,7 @@ def test_the_proximal_term_pulls_towards_the_server_s_model() -> None:
         local__learning_rate=RATE,
     )
     for name, plan in planned(settings).items():
-        batches = batches_of(plan, name, plan.local_steps)
+        batches = batches_of(plan, name, local_of(plan).steps)
         assert_near(trained(plan, name).values_P, by_plain_loop(plan, name, batches, mu=0.5))
 
 
@@ -200,7 +203,7 @@ def test_a_slow_device_takes_fewer_steps_and_all_end_together() -> None:
     owned = dict.fromkeys(OWNED, 1000)
     plans = planned(chosen(local__steps=12, local__batch_size=10), owned=owned, seconds=seconds)
     # The steps are 12 on average: of 36, the slow device takes a quarter of what the others take.
-    assert {name: plan.local_steps for name, plan in plans.items()} == {
+    assert {name: local_of(plan).steps for name, plan in plans.items()} == {
         "one": 16,
         "two": 16,
         "three": 4,
@@ -215,7 +218,7 @@ def test_no_more_steps_are_planned_than_the_deadline_allows() -> None:
     plans = planned(settings, owned=dict.fromkeys(OWNED, 100))
     for plan in plans.values():  # of 500 examples; 0.81 of the deadline is planned, at 0.01 s each
         assert 50 <= plan.quota <= 90
-        assert plan.local_steps == round(plan.quota / 10)
+        assert local_of(plan).steps == round(plan.quota / 10)
 
 
 def test_a_local_step_is_an_exact_accumulation_of_micro_batches() -> None:
@@ -276,7 +279,7 @@ def test_under_masks_every_device_takes_the_same_number_of_steps() -> None:
         owned=dict.fromkeys(OWNED, 1000),
         seconds=seconds,
     )
-    assert {plan.local_steps for plan in plans.values()} == {4}
+    assert {local_of(plan).steps for plan in plans.values()} == {4}
     assert plans["three"].quota < plans["one"].quota
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +108,9 @@ def test_the_noise_of_an_opened_sum_has_the_distribution_that_is_accounted_for(
 
 
 def test_noise_for_single_examples_has_the_distribution_that_is_accounted_for() -> None:
-    check_noise(replace(TERMS, example_bound=0.25), {1: "check_shares"}, "semi-honest")
+    check_noise(
+        TERMS.model_copy(update={"example_bound": 0.25}), {1: "check_shares"}, "semi-honest"
+    )
 
 
 def check_noise(terms: PrivacyTerms, drops: dict[int, str | None], mode: str) -> None:
@@ -133,7 +134,7 @@ def check_noise(terms: PrivacyTerms, drops: dict[int, str | None], mode: str) ->
     assert counted >= terms.noise_multiplier
 
 
-BITS = replace(TERMS, bit_multiplier=6.0)
+BITS = TERMS.model_copy(update={"bit_multiplier": 6.0})
 
 
 def _random_in(session: int, name: str) -> Callable[[int], bytes]:
@@ -186,7 +187,7 @@ def test_a_device_s_share_of_the_bits_noise_has_the_distribution_that_is_account
 
 def test_an_update_that_is_not_finite_adds_zero_to_the_sum_of_bits() -> None:
     """A private device sends none (it masks zeros, with a bit of 1); the sum is well-defined."""
-    quiet = replace(BITS, noise_multiplier=0.01, bit_multiplier=0.02)
+    quiet = BITS.model_copy(update={"noise_multiplier": 0.01, "bit_multiplier": 0.02})
     cast = cast_of(5, terms=quiet, num_values=2)
     cast.give(name_of(1), np.full(2, math.nan, np.float32))
     opened = cast.play().sum

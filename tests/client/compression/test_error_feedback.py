@@ -17,6 +17,7 @@ from headwater.client.compression.residual_slots import STALE_SECONDS, ResidualF
 from headwater.common.compression_terms import CompressionTerms, Method
 from headwater.common.errors import StateError
 from headwater.common.messages import Plan, Update, UpdateReport
+from tests.plans import plan_of
 
 NUM_VALUES = 3000
 EPS = 2.0**-23
@@ -24,7 +25,7 @@ LAYOUT = "0" * 64
 
 
 def plan(number: int, *, counted: int | None, method: Method = "int8") -> Plan:
-    return Plan(
+    return plan_of(
         round=number,
         run_seed=1,
         model_version=number - 1,

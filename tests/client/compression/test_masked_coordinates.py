@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLabel
 from headwater.client.compression.residual_slots import ResidualsByCall
+from headwater.common.compression.encoding import coding_of
 from headwater.common.compression_terms import CompressionTerms
 from headwater.common.messages import Plan
 from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
@@ -81,9 +82,8 @@ class Device:
 
 
 def scattered(values_K: Tensor, plan: Plan) -> Tensor:
-    assert plan.coding is not None
     values_P = torch.zeros(P)
-    plan.coding.positions(P).scatter_add(values_K, values_P)
+    coding_of(plan).positions(P).scatter_add(values_K, values_P)
     return values_P
 
 
@@ -139,8 +139,7 @@ def test_what_was_masked_is_not_masked_again_though_it_did_not_count() -> None:
     sent_K = device.train(plan).clone()
     device.mask(plan)
     again_P = scattered(device.train(plan_of(1, None, 1.0)), plan_of(1, None, 1.0)) - device.update
-    assert plan.coding is not None
-    at = plan.coding.positions(P).positions(0, len(sent_K))
+    at = coding_of(plan).positions(P).positions(0, len(sent_K))
     # In float32 a number that was added and subtracted again is off by a rounding.
     assert again_P[at].abs().max() <= LARGEST * EPS
     assert again_P.abs().max() > 0.1
@@ -151,8 +150,7 @@ def test_a_server_that_says_it_counted_what_was_never_masked_adds_up_no_rounds()
     for number in range(1, 20):
         plan = plan_of(number, device.counted, 0.2)
         sent_K = device.train(plan)
-        assert plan.coding is not None
-        assert torch.equal(sent_K, plan.coding.positions(P).gather(device.update))
+        assert torch.equal(sent_K, coding_of(plan).positions(P).gather(device.update))
         device.counted = number
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile, merged
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.messages import MAX_STEPS, Plan, Step, UpdateReport
+from headwater.common.messages import MAX_STEPS, Step, UpdateReport
+from tests.plans import plan_of
 
-PLAN = Plan(round=3, run_seed=0, model_version=2, quota=8, micro_batch_size=4, max_windows=50)
+PLAN = plan_of(round=3, run_seed=0, model_version=2, quota=8, micro_batch_size=4, max_windows=50)
 
 
 def window(num_examples: int, *, loss: float = 1.0, num_steps: int = 2) -> UpdateReport:

@@ -14,9 +14,10 @@ from headwater.client.flower.node import Node
 from headwater.client.growing_data.listing import listing_digest
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.messages import Plan, UpdateReport
+from headwater.common.messages import UpdateReport
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.sources import load
+from tests.plans import plan_of
 
 TASK = """
 from pathlib import Path
@@ -87,7 +88,7 @@ class Device:
     def train(self, quota: int, **changes: Any) -> tuple[set[int], UpdateReport]:
         """Train a round that counts; return the examples used, and the report."""
         self.round += 1
-        plan = Plan(
+        plan = plan_of(
             round=self.round,
             run_seed=3,
             model_version=self.round,

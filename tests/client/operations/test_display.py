@@ -10,7 +10,7 @@ from headwater.client.operations.activity import COMPUTING, WAITING, Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.operations.display import ClientDisplay
 from headwater.client.training.progress import TrainingProgress
-from headwater.common.messages import Plan
+from tests.plans import plan_of
 
 
 def planned(**changes: object) -> Activity:
@@ -18,7 +18,7 @@ def planned(**changes: object) -> Activity:
     activity = Activity(
         Counters(received_bytes=12_400_000, sent_bytes=4_100_000), TrainingProgress()
     )
-    plan = Plan(
+    plan = plan_of(
         **{
             "round": 12,
             "run_seed": 0,

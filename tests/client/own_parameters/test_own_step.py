@@ -18,9 +18,10 @@ from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.common.errors import LocalParametersMismatch, ModelMismatch, NonFiniteUpdate
-from headwater.common.messages import DescribeRequest, Plan, Update
+from headwater.common.messages import DescribeRequest, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.model.parameters import build_model
+from tests.plans import plan_of
 from tests.tasks import TwoLayers
 
 PI = Identity(name="pi", data=None, part=0, num_parts=1)
@@ -37,7 +38,7 @@ def trainer(patterns: str | None = "1.*") -> Trainer:
 
 def done(home: Trainer, store: LocalStore, **more: Any) -> Update:
     fields = {"round": 1, "run_seed": 3, "model_version": 0, "quota": 12, "micro_batch_size": 4}
-    plan = Plan.model_validate({**fields, "local_learning_rate": 2.0**-6, **more.pop("plan", {})})
+    plan = plan_of(**{**fields, "own_learning_rate": 2.0**-6, **more.pop("plan", {})})
     return home.train(PI, ThisMachine(), plan, SamplerState(), store=store, **more)[0]
 
 
@@ -103,7 +104,7 @@ def test_local_parameters_that_diverge_refuse_the_update_and_stay_as_they_were(
 ) -> None:
     store, home = local_file(tmp_path / "own"), trainer()
     with pytest.raises(NonFiniteUpdate, match="stay on the device diverged"):
-        done(home, store, plan={"local_learning_rate": 3e38})
+        done(home, store, plan={"own_learning_rate": 3e38})
     state = store.read(home.image.layout)
     assert state is not None
     for counted in (None, 1):  # masked, the round may count with weight 0

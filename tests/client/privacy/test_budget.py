@@ -15,7 +15,7 @@ from headwater.client.privacy.budget import Spent, SpentFile
 from headwater.client.privacy.example_spending import UpdateCost
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy_terms import PrivacyTerms, rho_of
 from headwater.common.settings.schema import PrivacySettings
 from tests.faults import FaultPlan
 from tests.masked import AppDevice, NodeDevice, opening_of, plan, play, ready, train
@@ -151,12 +151,12 @@ def test_a_masked_update_counts_when_it_is_masked_and_less_once_it_is_known_who_
 ) -> None:
     cohort = masked_cohort(tmp_path)
     round_plan = private(privacy=MASKED_TERMS, is_masked=True)
-    setup = opening_of(cohort, round_plan, privacy=round_plan.privacy)
+    setup = opening_of(cohort, round_plan, privacy=round_plan.of(PrivacyTerms))
 
     play(cohort, setup, until="check_shares")
     assert not (tmp_path / "d0.privacy.json").exists()
     cohort = masked_cohort(tmp_path)
-    setup = opening_of(cohort, round_plan, privacy=round_plan.privacy, attempt=2)
+    setup = opening_of(cohort, round_plan, privacy=round_plan.of(PrivacyTerms), attempt=2)
     play(cohort, setup, FaultPlan().drop(client="d4", after="check_shares"), until="masked_update")
     spent = spent_by(cohort[0], tmp_path)
     assert spent.rho == pytest.approx(rho_of(Z))
@@ -165,7 +165,7 @@ def test_a_masked_update_counts_when_it_is_masked_and_less_once_it_is_known_who_
 def test_an_opened_masked_sum_costs_what_its_survivors_noise_leaves(tmp_path: Path) -> None:
     cohort = masked_cohort(tmp_path)
     round_plan = private(privacy=MASKED_TERMS, is_masked=True)
-    opened = play(cohort, opening_of(cohort, round_plan, privacy=round_plan.privacy)).sum
+    opened = play(cohort, opening_of(cohort, round_plan, privacy=round_plan.of(PrivacyTerms))).sum
     assert len(opened.survived) == 5
     # 5 members, of whom 4 must survive and 1 may collude: noise for 3, and there are 4.
     spent = spent_by(cohort[0], tmp_path)
@@ -178,6 +178,6 @@ def test_an_update_that_the_budget_does_not_allow_is_never_masked(tmp_path: Path
     file = tmp_path / "d0.privacy.json"
     file.write_text(json.dumps({"rho": 2 * rho_of(Z), "num_updates": 2}))  # another run's
     round_plan = private(privacy=MASKED_TERMS, is_masked=True)
-    played = play(cohort, opening_of(cohort, round_plan, privacy=round_plan.privacy))
+    played = play(cohort, opening_of(cohort, round_plan, privacy=round_plan.of(PrivacyTerms)))
     assert isinstance(played.refused["d0"], PrivacyBudgetSpent)
     assert "d0" not in played.sum.survived

@@ -168,7 +168,9 @@ def test_a_masked_plan_with_another_seed_begins_another_epoch_on_the_device(
         for device in cohort:
             train(device, masked, image)
         digest = hashlib.sha256(image).digest()
-        play(cohort, opening_of(cohort, masked, privacy=masked.privacy, model_digest=digest))
+        play(
+            cohort, opening_of(cohort, masked, privacy=masked.of(PrivacyTerms), model_digest=digest)
+        )
         found.append(file_of(first, tmp_path).examples.cost.rho / (rho_of(Z) * 3 / 4))
     assert found == pytest.approx([1, 1, 2], rel=1e-5)
 
@@ -206,7 +208,7 @@ def test_an_opened_masked_sum_costs_its_examples_what_the_survivors_noise_leaves
     cohort: list[Any] = [first, *(AppDevice(part) for part in range(1, 5))]
     for device in cohort:
         ready(device, masked)
-    opened = play(cohort, opening_of(cohort, masked, privacy=masked.privacy)).sum
+    opened = play(cohort, opening_of(cohort, masked, privacy=masked.of(PrivacyTerms))).sum
     assert len(opened.survived) == 5
     spent = file_of(first, tmp_path).examples
     # 5 members, of whom 4 must survive and 1 may collude: noise for 3, and there are 4.

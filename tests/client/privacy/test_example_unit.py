@@ -10,6 +10,7 @@ from headwater.client.privacy.example_unit import check_example_unit
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
 from headwater.common.messages import Plan
+from tests.plans import plan_of
 
 TERMS = {"norm_bound": 8.1, "noise_multiplier": 1.0, "example_bound": 1.0}
 START = SamplerState()
@@ -17,7 +18,7 @@ START = SamplerState()
 
 def private(**changes: Any) -> Plan:
     fields = {"round": 3, "run_seed": 0, "model_version": 0, "quota": 8, "micro_batch_size": 4}
-    return Plan.model_validate({**fields, "privacy": TERMS, **changes})
+    return plan_of(**{**fields, "privacy": TERMS, **changes})
 
 
 @pytest.mark.parametrize(

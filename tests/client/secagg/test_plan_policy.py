@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from headwater.client.secagg.plan_policy import (
@@ -119,6 +117,6 @@ def test_a_device_counts_the_colluders_of_a_whole_round_in_each_of_its_sessions(
     own = SecureSettings(corrupted=0.1)
     terms = PrivacyTerms(norm_bound=8.0, noise_multiplier=1.0, corrupted=0.1, min_colluding=10)
     check_plan(plan(num_invited=100, privacy=terms), own, name="pi", told_examples=None)
-    few = replace(terms, min_colluding=9)
+    few = terms.model_copy(update={"min_colluding": 9})
     with pytest.raises(MaskingTooWeak, match="9 colluding devices"):
         check_plan(plan(num_invited=100, privacy=few), own, name="pi", told_examples=None)

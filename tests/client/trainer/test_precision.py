@@ -19,12 +19,14 @@ from headwater.client.trainer.probe import ExampleProbe
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.common.messages import DescribeRequest, Plan
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.training import Precision
 from tests.tasks import RAISES_BACKWARD, TwoLayers, examples
 from tests.training_contexts import FakeMemory, training_context
 
 PI = Identity(name="pi", data=None, part=0, num_parts=1)
 PLAN = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2, precision="auto")
+MASKED = PLAN.asking(MaskingTerms())
 
 
 def precision(context: TrainingContext) -> DevicePrecision:
@@ -105,10 +107,10 @@ def test_a_plan_under_auto_gets_what_the_device_chose_but_a_masked_one_starts_no
     None
 ):
     device = precision(training_context(TwoLayers(), examples(8)))
-    assert device.resolved(PLAN.model_copy(update={"is_masked": True}), PI).precision == "float32"
+    assert device.resolved(MASKED, PI).precision == "float32"
     assert not device.is_compared
     assert device.resolved(PLAN, PI).precision == device.chosen
-    masked = device.resolved(PLAN.model_copy(update={"is_masked": True}), PI)
+    masked = device.resolved(MASKED, PI)
     assert masked.precision == device.chosen
 
 

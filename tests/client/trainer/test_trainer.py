@@ -23,6 +23,7 @@ from headwater.common.errors import (
 from headwater.common.messages import DescribeRequest, Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import ClientSettings
+from tests.plans import plan_of
 from tests.tasks import TwoLayers
 
 COUNTED_FILE = """
@@ -72,7 +73,7 @@ def identity(part: int) -> Identity:
 
 
 def plan(round_number: int = 1, quota: int = 8, counted_round: int | None = None) -> Plan:
-    return Plan(
+    return plan_of(
         round=round_number,
         run_seed=0,
         model_version=0,

@@ -11,7 +11,7 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState, permutation
 from headwater.common.errors import CountOutOfRange, EmptyUpdate
-from headwater.common.messages import Plan
+from tests.plans import plan_of
 
 # The first examples of the client's permutation are all NaN, the rest are good.
 TASK = """
@@ -38,7 +38,7 @@ def test_the_sampler_moves_past_a_window_without_usable_examples(tmp_path: Path)
     file.write_text(TASK)
     trainer = Trainer(f"{file}:HalfBad", batch_norm=None, check_task=False)
     identity = Identity(name="device", data=None, part=0, num_parts=1)
-    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
+    plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
     walk = SamplerState()
     with pytest.raises(EmptyUpdate):
         trainer.train(identity, ThisMachine(), plan, walk)
@@ -53,7 +53,7 @@ def test_a_plan_for_more_local_steps_than_a_device_can_list_is_refused(tmp_path:
     file.write_text(TASK)
     trainer = Trainer(f"{file}:HalfBad", batch_norm=None, check_task=False)
     identity = Identity(name="device", data=None, part=0, num_parts=1)
-    plan = Plan(
+    plan = plan_of(
         round=1, run_seed=0, model_version=0, quota=2**40, micro_batch_size=2**31, local_steps=2
     )
     with pytest.raises(CountOutOfRange, match="1,099,511,627,776 examples, and the device has 8"):

@@ -23,11 +23,11 @@ from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
-from headwater.common.messages import Plan
 from headwater.common.privacy_terms import PrivacyTerms
 from headwater.common.settings.sources import load
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, Receipt
+from tests.plans import plan_of
 
 TASK = """
 from torch import nn
@@ -90,7 +90,7 @@ class Device:
             self.exchange.take_chunk(Chunk(transfer_id="m", offset=offset, data=data))
 
     async def ask(self, message_id: str = "1", **terms: Any) -> None:
-        plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2, **terms)
+        plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2, **terms)
         instruction = Instruction(
             message_id=message_id,
             message_type="train",

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.common.compression.encoded_vector import EncodedVector
 from headwater.common.compression.encoding import Coding
 from headwater.common.compression_terms import BLOCK, SPAN, CompressionTerms, Method
 from headwater.common.errors import CorruptUpdate, HeadwaterError, NonFiniteUpdate
 from headwater.common.model.vectors import CHUNK
+from headwater.common.sums.encoded_vector import EncodedVector
 
 METHODS: tuple[Method, ...] = ("bfloat16", "int8", "top-k", "random-k")
 LENGTHS = (1, 2, BLOCK - 1, BLOCK + 1, CHUNK + SPAN + 3)

@@ -81,7 +81,7 @@ def test_bits_that_cost_the_whole_round_are_no_terms() -> None:
 def test_terms_with_other_bits_have_another_text() -> None:
     chosen = [terms(2.0, number) for number in (10, 1000)]
     plain = PrivacyTerms(norm_bound=3.0, noise_multiplier=2.0, min_survivors=0.7, corrupted=0.1)
-    assert len({one.text for one in (*chosen, plain)}) == 3
+    assert len({one.shared_text() for one in (*chosen, plain)}) == 3
 
 
 @given(

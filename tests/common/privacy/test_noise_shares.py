@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,9 +173,9 @@ def test_noise_for_each_example_is_as_fine_as_that_for_each_device() -> None:
 def test_a_group_of_a_round_has_noise_for_all_colluders_of_the_round() -> None:
     """Of 100 devices 10 may collude, and a group of 20 may have them all: 4 of 14 are honest."""
     alone = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0, min_survivors=0.7, corrupted=0.1)
-    grouped = replace(alone, min_colluding=10)
+    grouped = alone.model_copy(update={"min_colluding": 10})
     assert (num_noisy(alone, 20), num_noisy(grouped, 20)) == (12, 4)
     assert num_noisy(grouped, 100) == num_noisy(alone, 100) == 60
     with pytest.raises(CohortTooSmall):
         num_noisy(grouped, 14)
-    assert alone.text != grouped.text
+    assert alone.shared_text() != grouped.shared_text()

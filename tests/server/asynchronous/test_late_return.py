@@ -17,6 +17,7 @@ from headwater.common.errors import ConnectionLost, StateError
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
 from headwater.common.messages import Plan, UpdateReport
+from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
 from headwater.server.asynchronous.plans_out import FILE, PlansOut
@@ -153,6 +154,11 @@ def asynchronous(
     )
 
 
+def refused_in(plan: Plan) -> int | None:
+    terms = plan.of(OfflineTerms)
+    return None if terms is None else terms.refused_round
+
+
 def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
     settings = asynchronous(rounds=12)
     link, rows = Link(tmp_path), list[RoundRow]()
@@ -193,7 +199,7 @@ def test_a_stale_sum_is_refused_once_though_the_device_does_not_hear_of_it(tmp_p
     assert not again.refused
     assert not again.num_windows
     # The plan after the refusal says it once; that plan's update is accepted.
-    refused = [plan.refused_round for plan in link.plans]
+    refused = [refused_in(plan) for plan in link.plans]
     assert [at for at in refused if at is not None] == [1]
     assert refused[-1] is None
 
@@ -207,7 +213,7 @@ def test_a_plan_without_offline_windows_says_nothing_of_a_refusal(tmp_path: Path
     run(training, fleet, on_round=rows.append, run_round=rounds)
     assert [list(row.refused) for row in rows if row.refused] == [["d1"]]
     assert len(link.plans) > 1
-    assert all(plan.refused_round is None for plan in link.plans)
+    assert all(refused_in(plan) is None for plan in link.plans)
 
 
 class Stopped(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headwater.common.messages import Plan
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.schema import SecureSettings
 from headwater.server.asynchronous.masked_buffer import (
     in_sessions,
@@ -12,11 +13,12 @@ from headwater.server.asynchronous.masked_buffer import (
     with_graphs,
     without_company,
 )
+from tests.plans import plan_of
 
 
 def plans_of(**versions: int) -> Mapping[str, Plan]:
     return {
-        name: Plan(
+        name: plan_of(
             round=version + 1,
             run_seed=0,
             model_version=version,
@@ -57,9 +59,10 @@ def test_an_update_has_company_as_long_as_enough_of_its_model_are_ready_or_at_wo
 
 def test_new_plans_say_how_many_clients_have_a_plan_of_their_model() -> None:
     new, earlier = plans_of(x=5, y=5), plans_of(f=5, d=4)
-    assert {name: plan.num_invited for name, plan in joined(new, earlier, least=3).items()} == {
-        "x": 3,
-        "y": 3,
+    sent = joined(new, earlier, least=3)
+    assert {name: plan.of(MaskingTerms) for name, plan in sent.items()} == {
+        "x": MaskingTerms(num_invited=3),
+        "y": MaskingTerms(num_invited=3),
     }
 
 

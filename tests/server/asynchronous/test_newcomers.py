@@ -10,6 +10,7 @@ from flwr.app import Message
 from headwater.common.errors import ConnectionLost
 from headwater.common.flower import records
 from headwater.common.messages import Plan
+from headwater.common.secagg.terms import MaskingTerms
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.observer import Observer
@@ -55,4 +56,10 @@ def test_a_newcomer_s_plan_counts_no_client_that_was_lost() -> None:
     with pytest.raises(Joined):
         BufferedRounds(fleet, settings)(Training(settings, run_id=RUN), fleet, Observer())
     plans = [records.read(message.content, Plan) for message in wire.plans]
-    assert [plan.num_invited for plan in plans] == [4, 4, 4, 4, 4]
+    assert [terms.num_invited for plan in plans if (terms := plan.of(MaskingTerms))] == [
+        4,
+        4,
+        4,
+        4,
+        4,
+    ]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from flwr.app import Message
 
-from headwater.common.branch_messages import MEMBERS, Members, MembersRequest
 from headwater.common.errors import AggregatorRefused, ConnectionLost, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DeviceReport, Plan
 from headwater.common.settings.schema import Settings
+from headwater.common.tree.branch_messages import MEMBERS, Members, MembersRequest
 from headwater.server.app import refusal_of_branch
 from headwater.server.fleet import Dropout
 from headwater.server.flower import grid_fleet

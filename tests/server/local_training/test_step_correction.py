@@ -23,6 +23,7 @@ from headwater.common.optimizers.local_optimizer import path_length
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.local_training.step_correction import correct_steps, mean_path_length
+from tests.plans import changed, local_of
 from tests.tasks import Given
 from tests.training_contexts import plan, trained, training_context
 
@@ -112,13 +113,12 @@ def test_steps_that_a_deadline_cuts_off_are_corrected_as_those_that_were_not_pla
     # The last step may begin if it ends in time: the device has done two at the deadline.
     end = (STEPS["few"] + 0.5) * each
     cut = {
-        name: one.model_copy(
-            update={
-                "local_steps": number,
-                "micro_batch_size": each,
-                "weigh_as": NUM_EXAMPLES,  # as both own as many, whatever they have used
-                "deadline_seconds": end if name == "few" else None,
-            }
+        name: changed(
+            one,
+            local_steps=number,
+            micro_batch_size=each,
+            weigh_as=NUM_EXAMPLES,  # as both own as many, whatever they have used
+            deadline_seconds=end if name == "few" else None,
         )
         for name, one in plans_of(terms).items()
     }
@@ -129,9 +129,7 @@ def test_steps_that_a_deadline_cuts_off_are_corrected_as_those_that_were_not_pla
 
 def test_with_equal_steps_the_correction_changes_nothing() -> None:
     terms = LocalTerms(is_normalized=True)
-    equal = {
-        name: one.model_copy(update={"local_steps": 4}) for name, one in plans_of(terms).items()
-    }
+    equal = {name: changed(one, local_steps=4) for name, one in plans_of(terms).items()}
     assert mean_path_length(equal, equal, {}) == path_length(terms, 4, rate=RATE) == 4.0
 
 
@@ -150,7 +148,7 @@ def test_the_length_of_a_stale_update_s_path_is_discounted_as_the_update_is() ->
     plans = plans_of(LocalTerms(is_normalized=True))
 
     def times(one: Plan) -> int:
-        return 3 if one.local_steps == STEPS["few"] else 1
+        return 3 if local_of(one).steps == STEPS["few"] else 1
 
     assert mean_path_length(plans, ["few", "many"], {}, times) == (3 * 2 + 10) / 4
 

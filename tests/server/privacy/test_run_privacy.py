@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +87,7 @@ def test_all_plans_of_a_round_have_the_same_terms() -> None:
     terms = terms_of(private.values())
     assert terms.norm_bound == 0.5 * 16 * 3  # of the largest planned weight
     assert terms.noise_multiplier == 2.0
-    unchanged = {name: plan.model_copy(update={"privacy": None}) for name, plan in private.items()}
+    unchanged = {name: plan.model_copy(update={"terms": {}}) for name, plan in private.items()}
     assert unchanged == plans()
 
 
@@ -406,7 +405,7 @@ def test_the_next_round_expects_the_survivors_of_the_last_group_with_the_least_n
         before = privacy.noise_multiplier(round_number=1)
         privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
         for number in survivors.split():
-            terms = replace(MASKED, noise_multiplier=before)
+            terms = MASKED.model_copy(update={"noise_multiplier": before})
             privacy.note_unmasked(opened_sum(10, int(number)), terms)
         found[survivors] = privacy.noise_multiplier(round_number=2) / before
     gain = (10 - 1) / (7 - 1)  # honest survivors over those that the noise was calibrated for

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from headwater.common.messages import Plan, ReportFields, Step, Update, UpdateReport
+from headwater.common.messages import ReportFields, Step, Update, UpdateReport
 from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.fleet import ReportBatch, UpdateBatch, UpdateSeries
 from headwater.server.rounds.open_round import OpenRound
+from tests.plans import plan_of
 
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
 
@@ -28,7 +29,7 @@ def refusal(
     max_windows: int = 1,
 ) -> str | None:
     """Return the code by which an update is refused, None if it is taken."""
-    plan = Plan(
+    plan = plan_of(
         round=1,
         run_seed=0,
         model_version=0,
@@ -144,7 +145,7 @@ def report_of(name: str, num_examples: int) -> UpdateReport:
 
 def taken(*batches: Sequence[tuple[str, int]]) -> OpenRound:
     """Return a round of quotas of 4 that took these batches of (name, number of examples)."""
-    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
+    plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=3, planned_weight=12)
     opened = OpenRound(
@@ -190,7 +191,7 @@ def test_a_second_update_of_a_client_is_refused_and_the_first_one_stays() -> Non
 
 
 def test_a_series_is_added_without_the_updates_that_are_not_finite() -> None:
-    plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
+    plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
     layout = layout_of(torch.nn.Linear(1, 1))
     total = CohortSum(layout)
     total.open(num_clients=3, planned_weight=12)

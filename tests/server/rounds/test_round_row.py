@@ -56,5 +56,5 @@ def test_a_step_without_weight_gives_no_variance() -> None:
 
 
 def test_local_steps_give_no_variance_as_the_model_moves_between_them() -> None:
-    found = client_row(report([6.0, 12.0], [2, 2]), plan_reason="", takes_local_steps=True)
+    found = client_row(report([6.0, 12.0], [2, 2]), plan_reason="", moves_model=True)
     assert found.gradient_variance == [None, None]

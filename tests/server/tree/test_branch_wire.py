@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.branch_messages import (
+from headwater.common.errors import ConnectionLost, CorruptUpdate
+from headwater.common.messages import Plan, Step, Update, UpdateReport
+from headwater.common.model.parameters import build_model
+from headwater.common.tree.branch_messages import (
     BranchAnswer,
     BranchHead,
     BranchPlans,
@@ -19,9 +22,6 @@ from headwater.common.branch_messages import (
     packed,
     unpacked,
 )
-from headwater.common.errors import ConnectionLost, CorruptUpdate
-from headwater.common.messages import Plan, Step, Update, UpdateReport
-from headwater.common.model.parameters import build_model
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout

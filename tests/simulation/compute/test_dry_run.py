@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.messages import Plan
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.sources import load
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
+from tests.plans import plan_of
 from tests.tasks import TwoLayers
 
 NUM_DEVICES, ROUND = 8, 3
@@ -99,7 +99,7 @@ def clients_of(cohort: list[dict[str, Any]]) -> list[ClientPlan]:
         quota, size = one["quota"], one["micro_batch_size"]
         seconds = -(-quota // size) * (part % 3) + quota / (2 + part)
         finish, deadline = one["finish"], one["deadline"]
-        plan = Plan(
+        plan = plan_of(
             round=ROUND,
             run_seed=5,
             model_version=ROUND - 1,

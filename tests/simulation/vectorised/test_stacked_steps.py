@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.common.messages import Plan, ReportFields, Update
+from headwater.common.messages import ReportFields, Update
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.sources import load
 from headwater.server.fleet import UpdateBatch
@@ -22,6 +22,7 @@ from headwater.simulation.compute.batched import BatchedCompute
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
+from tests.plans import plan_of
 from tests.simulation.vectorised import weighed_task
 from tests.simulation.vectorised.weighed_task import NUM_EXAMPLES
 
@@ -73,7 +74,7 @@ def clients_of(devices: Devices, work: list[dict[str, Any]]) -> list[ClientPlan]
     terms: LocalTerms = local.terms(devices.settings.plan)
     common: dict[str, Any] = {"round": 1, "run_seed": 0, "model_version": 0, "local": terms}
     return [
-        ClientPlan(str(part), part, Plan(**common, **own, local_learning_rate=local.rate))
+        ClientPlan(str(part), part, plan_of(**common, **own, local_learning_rate=local.rate))
         for part, own in enumerate(work)
     ]
 

@@ -1,0 +1,54 @@
+"""Local steps, and client algorithms, in a plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from headwater.common.messages import AlgorithmLabel
+from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.terms import Terms
+
+
+class LocalPlan(Terms):
+    """How a device moves the model within the round."""
+
+    NAME: ClassVar[str] = "local_training"
+
+    steps: Annotated[int, Field(ge=1, le=2**20)] = 1
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    how: LocalTerms | None = Field(None, description="None: the exact sum, or plain SGD")
+    algorithm: AlgorithmLabel | None = Field(
+        None, description="the client algorithm, which takes the steps itself"
+    )
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the model moves on the device within the round, even if in one step only."""
+        return self.how is not None or self.steps > 1
+
+    @property
+    def repeats_examples(self) -> bool:
+        return self.takes_steps
+
+    @property
+    def moves_model(self) -> bool:
+        return self.takes_steps or self.algorithm is not None
+
+    @property
+    def is_foreseen(self) -> bool:
+        return not self.moves_model
+
+    def bounds(self, number: int, *, quota: int) -> tuple[int, int]:
+        """Return where a step, from 0, begins and ends in the window of a quota.
+
+        The examples are divided evenly: two steps differ by one example at most, and a whole number
+        of passes over the data ends with a step.
+        """
+        start, end = (quota * at // self.steps for at in (number, number + 1))
+        return start, end
+
+
+PLAIN = LocalPlan()
+"""Of a plan without such terms: one step, on the server."""

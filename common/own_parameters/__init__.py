@@ -1,0 +1,1 @@
+"""What a plan says of the parameters that stay on a device."""

@@ -1,0 +1,142 @@
+"""What features ask of a round: each in a model of its own, under its name in ``Plan.terms``.
+
+The core reads the few properties below, which say what it does otherwise, and no feature's name.
+Terms that are missing are the weaker request: what an owner demands is checked in every plan, not
+only in plans that have the terms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from headwater.common.errors import FeatureMissing
+
+
+class Terms(BaseModel):
+    """What one feature asks of a device; a subclass has ``NAME`` and the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    NAME: ClassVar[str]
+    CODING: ClassVar[str | None] = None
+    """Where the ``VectorCoding`` of these terms is, as module:Class; None: they have none."""
+
+    def shared_text(self) -> str:
+        """Return what all members of a secure session must have in common: by default every field.
+
+        What is left out may differ from device to device, and a server can single one out by it.
+        """
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+    @property
+    def repeats_examples(self) -> bool:
+        """Whether a quota beyond the device's examples passes over them again."""
+        return False
+
+    @property
+    def moves_model(self) -> bool:
+        """Whether the model moves on the device, so that the update is no gradient at one model."""
+        return False
+
+    @property
+    def uses_whole_window(self) -> bool:
+        """Whether all planned examples, and no more, count as used, whatever was summed."""
+        return False
+
+    @property
+    def has_planned_weight(self) -> bool:
+        """Whether the update has the weight that the quota has at most, whatever was summed."""
+        return False
+
+    @property
+    def hides_pace(self) -> bool:
+        """Whether the server may not know how far the device is."""
+        return False
+
+    @property
+    def hides_data(self) -> bool:
+        """Whether nothing that the server sees of the answer may depend on the device's data."""
+        return False
+
+    @property
+    def keeps_update(self) -> bool:
+        """Whether the device answers with a ``ReadyReport``, and gives its update later."""
+        return False
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether a simulator may compute the device's round as that of a plan without terms."""
+        return False
+
+    @property
+    def answers_after(self) -> float | None:
+        """The seconds after which the plan is answered in any case; None: as it is done."""
+        return None
+
+    @property
+    def max_windows(self) -> int:
+        """The most windows that one update may be the sum of."""
+        return 1
+
+    def num_sent(self, num_values: int) -> int:
+        """Return how many coordinates of a vector are sent."""
+        return num_values
+
+    def update_bytes(self, num_values: int) -> int | None:
+        """Return the bytes of the update's vector; None: as of the other terms, or of float32."""
+        return None
+
+
+TermsT = TypeVar("TermsT", bound=Terms)
+
+KINDS: dict[str, str] = {
+    "compression": "headwater.common.compression_terms:CompressionTerms",
+    "local_training": "headwater.common.local_training.terms:LocalPlan",
+    "offline": "headwater.common.offline.terms:OfflineTerms",
+    "own_parameters": "headwater.common.own_parameters.terms:OwnStepTerms",
+    "privacy": "headwater.common.privacy_terms:PrivacyTerms",
+    "secagg": "headwater.common.secagg.terms:MaskingTerms",
+}
+"""The models by their names; each is imported when a plan has its terms."""
+
+
+def kind_of(name: str) -> type[Terms]:
+    """Return the model of a feature's terms.
+
+    Raises:
+        FeatureMissing: nothing of the feature is here.
+    """
+    if name not in KINDS:
+        raise FeatureMissing(f"the plan asks for the feature {name[:80]!r}, and it is not here")
+    module, _, kind = KINDS[name].partition(":")
+    found: type[Terms] = getattr(import_module(module), kind)
+    return found
+
+
+def named(*terms: Terms) -> dict[str, Terms]:
+    """Return terms by their names, as ``Plan.terms``."""
+    return {one.NAME: one for one in terms}
+
+
+def read_terms(found: Any) -> Any:
+    """Return a plan's terms as their models.
+
+    Raises:
+        FeatureMissing: nothing of a feature is here.
+    """
+    if not isinstance(found, Mapping):
+        return found
+    return {
+        name: one if isinstance(one, Terms) else kind_of(str(name)).model_validate(one)
+        for name, one in found.items()
+    }
+
+
+def shared_texts(terms: Mapping[str, Terms]) -> Sequence[str]:
+    """Return what all members of a session must have in common, one text for each name."""
+    return [f"{name} {terms[name].shared_text()}" for name in sorted(terms)]

@@ -1,0 +1,1 @@
+"""What a server and its aggregators tell each other."""
