@@ -20,7 +20,6 @@ from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.task_spec import name_of
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import load_run, server_app, server_context
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.operations.control import LONG_WAIT_ADVICE, RunControl
 from headwater.server.operations.orders import Order
@@ -29,7 +28,7 @@ from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
 from headwater.server.succession.run_queue import has_queue, refuse_queue
-from headwater.server.transport.enrolment_port import enrolment_port
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def serve_run(
         reconnect_seconds=settings.cohort.reconnect_seconds,
         return_seconds=settings.cohort.return_seconds,
         spool_folder=folder,
-        verifier=CertificateVerifier.of(settings.tls, credentials),
+        verifier=_verifier(settings, credentials),
     )
     with ExitStack() as stack:
         if shared is not None:
@@ -122,7 +121,10 @@ def serve_run(
         address = f"{host}:{servicer.port}"
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {address} ({protection})", soft_wrap=True)
-        stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
+        if settings.tls.ca is not None:
+            from headwater.server.enrolment.enrolment_port import enrolment_port
+
+            stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
         own_observer = stack.enter_context(_observer(settings, credentials, servicer, control))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
@@ -150,6 +152,15 @@ def serve_run(
                 soft_wrap=True,
             )
     return RunEnd(goes_on=goes_on, address=address)
+
+
+def _verifier(settings: Settings, credentials: Credentials | None) -> CertificateVerifier | None:
+    """Return what checks the devices' certificates; None if they have none."""
+    if credentials is None:
+        return None
+    from headwater.server.enrolment.registry_verifier import RegistryVerifier
+
+    return RegistryVerifier.of(settings.tls, credentials)
 
 
 @dataclass(slots=True)
