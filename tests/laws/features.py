@@ -64,9 +64,9 @@ OUTER = (
 LIMITS = {
     "imports, client": 34,
     "imports, common": 11,
-    "imports, server": 29,
-    "reads of settings": 36,
+    "imports, server": 27,
+    "reads of settings": 34,
     "modules, simulation": 296,
-    "modules, server": 191,
+    "modules, server": 189,
     "modules, client": 179,
 }
