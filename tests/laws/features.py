@@ -66,7 +66,7 @@ LIMITS = {
     "imports, common": 11,
     "imports, server": 27,
     "reads of settings": 34,
-    "modules, simulation": 296,
+    "modules, simulation": 286,
     "modules, server": 189,
     "modules, client": 179,
 }
