@@ -17,7 +17,6 @@ from headwater.server.features import observers
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.features import own_rounds, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
@@ -74,7 +73,7 @@ def server_app(
             branch_order=own.training.branch_order,
             refusal_of_branch=refusal_of_branch(settings),
         )
-        own_observers = [RoundLog(), ReportWriter(), SameData(), *observers(own.training)]
+        own_observers = [RoundLog(), SameData(), *observers(own.training)]
         run(
             own.training,
             fleet,

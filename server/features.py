@@ -29,9 +29,13 @@ RESULT_FILES = (("adapter", "adapter.safetensors"),)
 
 def observers(training: Training) -> list[Observer]:
     """Return the observers that the run's settings turn on."""
-    if versions_every(training.settings) == "never":
-        return []
-    return [import_module("headwater.server.succession.model_versions").ModelVersions(training)]
+    found: list[Observer] = []
+    if training.settings.out is not None:
+        found.append(import_module("headwater.server.page.report").ReportWriter())
+    if versions_every(training.settings) != "never":
+        versions = import_module("headwater.server.succession.model_versions")
+        found.append(versions.ModelVersions(training))
+    return found
 
 
 def versions_every(settings: Settings) -> Every:
