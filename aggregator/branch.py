@@ -29,11 +29,11 @@ from headwater.common.tree.branch_messages import (
     Refusal,
 )
 from headwater.common.wording import counted
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.enrolment.enrolment_port import enrolment_port
+from headwater.server.enrolment.registry_verifier import RegistryVerifier
 from headwater.server.fleet import BranchSum, Dropout
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import GrpcGrid
-from headwater.server.transport.enrolment_port import enrolment_port
 from headwater.server.transport.servicer import Servicer
 from headwater.server.tree.aggregator import Aggregator
 from headwater.server.tree.branch_wire import order_in
@@ -212,7 +212,7 @@ class Branch:
             staging_bytes=settings.server.staging_bytes,
             reconnect_seconds=settings.cohort.reconnect_seconds,
             return_seconds=settings.cohort.return_seconds,
-            verifier=CertificateVerifier.of(settings.tls, self._credentials),
+            verifier=RegistryVerifier.of(settings.tls, self._credentials),
         )
         closing = ExitStack()
         try:

@@ -1,8 +1,12 @@
-"""Words of printed lines: a number with its noun, and names in their natural order."""
+"""Words of printed lines: a number with its noun, a duration, and names in their natural order."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+MAX_NAMES = 5
+UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,3 +19,18 @@ def natural(text: str) -> tuple[tuple[tuple[str, int], ...], str]:
     parts = re.split(r"([0-9]+)", text)
     numbers = [*map(int, parts[1::2]), 0]
     return tuple(zip(parts[::2], numbers, strict=True)), text
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration as a whole number of its largest unit: 12 s, 3 min, 5 h, 2 d."""
+    for unit, size in UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def names_text(names: Sequence[str], number: int) -> str:
+    """Return the first few of ``number`` names: "a, b, c, d, e and 12 more"."""
+    shown = ", ".join(names[:MAX_NAMES])
+    num_more = number - len(names[:MAX_NAMES])
+    return f"{shown} and {num_more} more" if num_more else shown

@@ -13,10 +13,10 @@ from headwater.common.errors import AggregatorRefused
 from headwater.common.settings.conflicts import why_no_branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
+from headwater.server.features import observers
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.features import own_rounds, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
@@ -24,7 +24,6 @@ from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import check_beginning
 from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
-from headwater.server.succession.model_versions import ModelVersions
 
 # Flower's engines show only the loggers that descend from Flower's own.
 flower_log = logging.getLogger("flwr.headwater")
@@ -74,15 +73,13 @@ def server_app(
             branch_order=own.training.branch_order,
             refusal_of_branch=refusal_of_branch(settings),
         )
-        versions = ModelVersions(own.training)
-        written = RoundLog(), ReportWriter()
-        observers = Observers(*written, SameData(), versions, *own.trackers, observer)
+        own_observers = [RoundLog(), SameData(), *observers(own.training)]
         run(
             own.training,
             fleet,
             on_round=on_round,
             resume=resume,
-            observer=observers,
+            observer=Observers(*own_observers, *own.trackers, observer),
             run_round=own_rounds(settings, fleet),
         )
 

@@ -299,13 +299,13 @@ def submit(
     certificates stay. A device takes part if the run's task is installed on it
     (docs/operation.md). To take a run back, delete its file in DIR/queue.
     """
-    from headwater.server.operations.order_commands import submit_run
+    from headwater.server.succession.commands import submit_run
 
     submit_run(config, out, is_next=is_next)
 
 
 def _order(out: Path, verb: Literal["pause", "resume", "drain"]) -> None:
-    from headwater.server.operations.order_commands import give_order
+    from headwater.server.operations.orders import give_order
 
     give_order(out, verb)
 

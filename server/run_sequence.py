@@ -14,10 +14,9 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import default_out, load_run
 from headwater.common.system.console import console
 from headwater.common.transport.tls import Credentials
+from headwater.server.features import run_queue
 from headwater.server.operations.progress import print_result, print_settings, show_progress
 from headwater.server.serve import serve_run
-from headwater.server.succession.run_queue import last_run, take_next
-from headwater.server.succession.submission import of_this_server
 
 if TYPE_CHECKING:
     from headwater.server.standby.shared_run import SharedRun
@@ -38,7 +37,8 @@ def serve_runs(
         HeadwaterError: see ``serve_run`` and ``take_next``.
     """
     assert settings.out is not None
-    first, last = settings, last_run(settings.out)
+    first, queue = settings, run_queue(settings.out)
+    last = settings.out if queue is None else queue.last_run(settings.out)
     if resume and last != settings.out:
         console.print(f"{settings.out} is closed: the run in {last} follows it", soft_wrap=True)
         settings = _left_in(last, first, address=None)
@@ -56,7 +56,11 @@ def serve_runs(
                 follows_queue=shared is None,  # a shared run has no queue
             )
         print_result(settings)
-        out = take_next(settings.out, default_out=default_out(settings)) if end.goes_on else None
+        if not end.goes_on:
+            return
+        from headwater.server.succession.run_queue import take_next  # now that a run waits
+
+        out = take_next(settings.out, default_out=default_out(settings))
         if out is None:
             return
         # With --resume, as its folder may have rounds from before a kill.
@@ -65,4 +69,6 @@ def serve_runs(
 
 def _left_in(out: Path, first: Settings, *, address: str | None) -> Settings:
     """Return the settings of a run from the queue, as this server trains it."""
+    from headwater.server.succession.submission import of_this_server
+
     return of_this_server(load_run(None, {"out": out}, resume=True), first, address=address)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.task_spec import name_of
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import load_run, server_app, server_context
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.features import run_queue
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.operations.control import LONG_WAIT_ADVICE, RunControl
 from headwater.server.operations.orders import Order
@@ -28,8 +29,7 @@ from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
-from headwater.server.succession.run_queue import has_queue, refuse_queue
-from headwater.server.transport.enrolment_port import enrolment_port
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def serve_run(
         reconnect_seconds=settings.cohort.reconnect_seconds,
         return_seconds=settings.cohort.return_seconds,
         spool_folder=folder,
-        verifier=CertificateVerifier.of(settings.tls, credentials),
+        verifier=_verifier(settings, credentials),
     )
     with ExitStack() as stack:
         if shared is not None:
@@ -107,12 +107,12 @@ def serve_run(
         stack.callback(servicer.close)
         control = None
         if folder is not None:
-            if not follows_queue:
-                refuse_queue(folder)
+            if not follows_queue and (queue := run_queue(folder)) is not None:
+                queue.refuse_queue(folder)
             control = stack.enter_context(
                 _control(
                     *(settings.rounds, folder, servicer, round_number, long_wait_advice),
-                    follows_queue=follows_queue,
+                    is_next_due=partial(_is_next_due, folder) if follows_queue else None,
                 )
             )
         # What is wrong comes before any client connects.
@@ -122,7 +122,10 @@ def serve_run(
         address = f"{host}:{servicer.port}"
         protection = "mutual TLS" if credentials else "plain text"
         console.print(f"listening on {address} ({protection})", soft_wrap=True)
-        stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
+        if settings.tls.ca is not None:
+            from headwater.server.enrolment.enrolment_port import enrolment_port
+
+            stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
         own_observer = stack.enter_context(_observer(settings, credentials, servicer, control))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
@@ -137,8 +140,8 @@ def serve_run(
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
         is_drained = control is not None and control.is_draining
-        may_go_on = not is_drained and follows_queue
-        goes_on = may_go_on and folder is not None and has_queue(folder)
+        queue = None if is_drained or not follows_queue or folder is None else run_queue(folder)
+        goes_on = queue is not None and queue.has_queue(folder)
         farewell.is_due = not goes_on
         if control is not None and control.is_draining and settings.has_round_after(control.round):
             if shared is not None:
@@ -150,6 +153,15 @@ def serve_run(
                 soft_wrap=True,
             )
     return RunEnd(goes_on=goes_on, address=address)
+
+
+def _verifier(settings: Settings, credentials: Credentials | None) -> CertificateVerifier | None:
+    """Return what checks the devices' certificates; None if they have none."""
+    if credentials is None:
+        return None
+    from headwater.server.enrolment.registry_verifier import RegistryVerifier
+
+    return RegistryVerifier.of(settings.tls, credentials)
 
 
 @dataclass(slots=True)
@@ -174,6 +186,11 @@ def _open(servicer: Servicer) -> Iterator[_Farewell]:
         servicer.stop(say_goodbye=is_over)
 
 
+def _is_next_due(folder: Path) -> bool:
+    queue = run_queue(folder)
+    return queue is not None and queue.is_next_due(folder)
+
+
 @contextmanager
 def _control(
     rounds: int | str,
@@ -182,7 +199,7 @@ def _control(
     round_number: int,
     long_wait_advice: str,
     *,
-    follows_queue: bool,
+    is_next_due: Callable[[], bool] | None,
 ) -> Iterator[RunControl]:
     """Follow orders and write the history, until the devices have been dismissed."""
 
@@ -199,7 +216,7 @@ def _control(
         on_order=on_order,
         is_alive=servicer.is_alive,
         long_wait_advice=long_wait_advice,
-        follows_queue=follows_queue,
+        is_next_due=is_next_due,
     )
     reason = "stopped"
     try:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headwater.common.transport.join_token import JoinToken
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
-from headwater.server.transport.enrolment_port import EnrolmentPort
+from headwater.server.enrolment.enrolment_port import EnrolmentPort
+from headwater.server.enrolment.registry_verifier import RegistryVerifier
 from tests.attacks.raw import serving
 from tests.certificates import (
     credentials_of,
@@ -51,7 +51,7 @@ def token_at(folder: Path, port: int, name: str = "pi", *, valid: float = 600) -
 async def stream_server(folder: Path, **how: object):  # type: ignore[no-untyped-def]
     """Serve streams with the registry and the authority of a folder."""
     own = credentials_of(folder, "server")
-    verifier = CertificateVerifier.of(tls_of(folder, "server"), own)
+    verifier = RegistryVerifier.of(tls_of(folder, "server"), own)
     try:
         async with serving(credentials=own, verifier=verifier, **how) as run:  # type: ignore[arg-type]
             yield run

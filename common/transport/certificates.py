@@ -113,6 +113,11 @@ def key_digest(key: object) -> bytes:
     return hashlib.sha256(public_key_der(key)).digest()
 
 
+def serial_of(certificate: x509.Certificate) -> str:
+    """Return a certificate's serial number in hexadecimal; it has up to 159 bits."""
+    return f"{certificate.serial_number:x}"
+
+
 def public_key_der(key: object) -> bytes:
     """Return a public key's SubjectPublicKeyInfo in DER.
 

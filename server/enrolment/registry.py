@@ -28,7 +28,7 @@ from headwater.common.errors import (
     StateError,
 )
 from headwater.common.system.atomic_file import OWNER_ONLY
-from headwater.common.transport.certificates import certificate_pem, key_digest
+from headwater.common.transport.certificates import certificate_pem, key_digest, serial_of
 
 REGISTRY_FILE = "registry.sqlite"
 BUSY_SECONDS = 2.0
@@ -300,8 +300,3 @@ class Registry:
             yield
         except sqlite3.Error as error:
             raise StateError(f"the registry of certificates {self.path}: {error}") from error
-
-
-def serial_of(certificate: x509.Certificate) -> str:
-    """Return a certificate's serial number in hexadecimal; it has up to 159 bits."""
-    return f"{certificate.serial_number:x}"

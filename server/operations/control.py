@@ -19,17 +19,16 @@ from headwater.common.errors import RoundAborted, StateError
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes, changes_text, of_training
 from headwater.common.system.json_logs import FIELDS
+from headwater.common.wording import duration_text, names_text
 from headwater.server.operations import orders
 from headwater.server.operations.orders import Order, read_order, run_state
 from headwater.server.operations.round_log import read_rows, row_to_dict
 from headwater.server.operations.run_lock import FOLLOWS_QUEUE, RunLock
 from headwater.server.operations.sqlite_history import round_columns
 from headwater.server.operations.sqlite_writer import HistoryWriter
-from headwater.server.operations.status import duration_text, names_text
 from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.succession.run_queue import is_next_due
 from headwater.server.transport.device_records import DeviceRecords
 
 log = logging.getLogger(__name__)
@@ -80,13 +79,14 @@ class RunControl(Observer):
         on_order: Callable[[Order | None], None],
         is_alive: Callable[[], bool],
         long_wait_advice: str = LONG_WAIT_ADVICE,
-        follows_queue: bool = True,
+        is_next_due: Callable[[], bool] | None = None,
     ) -> None:
         """Lock the run's folder; ``round_number`` is the last committed round, of ``rounds``.
 
         ``on_order`` is called with each new order; ``is_alive`` returns whether the devices' event
-        loop responds; ``long_wait_advice`` ends the warning about a round that waits long. Without
-        ``follows_queue`` no run of the queue ends this one, and none is submitted to it.
+        loop responds; ``long_wait_advice`` ends the warning about a round that waits long.
+        ``is_next_due`` returns whether another run is to begin after the round in progress; None:
+        the server serves no other run after this one.
 
         Raises:
             SettingsError: another server has locked the folder.
@@ -99,7 +99,7 @@ class RunControl(Observer):
         self._on_order = on_order
         self._is_alive = is_alive
         self._long_wait_advice = long_wait_advice
-        self._follows_queue = follows_queue
+        self._look_for_next = is_next_due
         self._is_in_round = False
         self._order: Order | None = None
         self._order_error = ""
@@ -130,7 +130,7 @@ class RunControl(Observer):
 
     def start(self, info: dict[str, Any]) -> None:
         """Start the thread; ``info`` is what other processes may read: process id, address."""
-        info = {**info, FOLLOWS_QUEUE: self._follows_queue}
+        info = {**info, FOLLOWS_QUEUE: self._look_for_next is not None}
         self._history.attempt(lambda: self._lock.write_info(info))
         order = orders.order_at_start(self._read_order())
         if order is None:
@@ -239,7 +239,7 @@ class RunControl(Observer):
 
     def _look_at_queue(self) -> None:
         """Take note that the next run is to begin after the current round."""
-        if self._is_next_due or not self._follows_queue or not is_next_due(self._folder):
+        if self._is_next_due or self._look_for_next is None or not self._look_for_next():
             return
         self._is_next_due = True
         when = f"after round {self.round + 1}" if self._is_in_round else "now"

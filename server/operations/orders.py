@@ -21,10 +21,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from headwater.common.errors import StateError
+from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.console import console
+from headwater.server.operations import sqlite_history
+from headwater.server.operations.run_lock import check_run, read_server_state
 
 FILE = "order.json"
+# The server reads orders four times a second, and writes its state once.
+ANSWER_SECONDS = 10.0
+POLL_SECONDS = 0.1
+
+STATES_AFTER = {
+    "pause": ("pausing", "paused"),
+    "resume": ("waiting", "in a round"),
+    "drain": ("draining",),
+}
 
 Verb = Literal["pause", "resume", "drain"]
 RunState = Literal["waiting", "in a round", "pausing", "paused", "draining", "ended"]
@@ -94,3 +106,60 @@ def read_order(folder: Path) -> Order | None:
 def order_at_start(order: Order | None) -> Order | None:
     """Return the order that is still valid for a server that starts now: only a pause is."""
     return order if order is not None and order.verb == "pause" else None
+
+
+def give_order(folder: Path, verb: Verb) -> None:
+    """Leave an order, wait until the server has taken it, and print the result.
+
+    Raises:
+        SettingsError: there is no run in the folder, or no server to take the order.
+        StateError: the folder cannot be read or written.
+    """
+    check_run(folder)
+    server = read_server_state(folder)
+    is_up, restart = server.is_up, f"{server.command} --resume --out {folder}"
+    if not is_up and not (verb == "resume" and _is_paused(folder)):
+        raise SettingsError(
+            f"no server runs in {folder}, so there is nothing to {verb}",
+            remedy=f"to continue its run: {restart}",
+        )
+    write_order(folder, verb)
+    if is_up:
+        answer = _wait_for_answer(folder, verb, restart)
+    else:
+        answer = f"no longer paused; no server is running, start it with: {restart}"
+    console.print(answer, soft_wrap=True)
+
+
+def _is_paused(folder: Path) -> bool:
+    order = read_order(folder)
+    return order is not None and order.verb == "pause"
+
+
+def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
+    """Wait until the server's state shows the order; return a sentence about it."""
+    end = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < end:
+        snapshot = sqlite_history.read(folder)
+        state = None if snapshot is None else snapshot.state.get("stands")
+        if state in STATES_AFTER[verb]:
+            return _describe(str(state), folder, restart)
+        if verb == "drain" and not read_server_state(folder).is_up:
+            return f"the server has ended; continue with: {restart}"
+        time.sleep(POLL_SECONDS)
+    return (
+        f"the order is written, but the server has not confirmed it within {ANSWER_SECONDS:g} s: "
+        f"check headwater-server status --out {folder}"
+    )
+
+
+def _describe(state: str, folder: Path, restart: str) -> str:
+    undo = f"headwater-server resume --out {folder}"
+    return {
+        "pausing": f"pausing: the round in progress ends first; to undo: {undo}",
+        "paused": f"paused: no round begins, the devices stay connected; to undo: {undo}",
+        "draining": "draining: the round in progress ends first, then the server; continue later "
+        f"with: {restart}",
+        "waiting": "resumed: the next round begins as soon as enough devices are connected",
+        "in a round": "resumed: a round is in progress",
+    }[state]

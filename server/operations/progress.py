@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.markup import escape
 from rich.text import Text
 
-from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.trained_model import BEST, MODEL, read_record
 from headwater.common.settings.changes import Changes, changes_text
 from headwater.common.settings.fields import direction
@@ -20,9 +19,10 @@ from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
+from headwater.server.features import RESULT_FILES, work_text
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS, read_rows
-from headwater.server.planning.target_batch import described, described_local
+from headwater.server.planning.target_batch import described
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
@@ -33,8 +33,9 @@ MAX_NAMES = 3
 def print_settings(settings: Settings, *, where: str) -> None:
     """Print the main settings and the numbers derived from them, such as the effective batch."""
     plan, optimizer = settings.plan, settings.server_optimizer
-    if settings.local.is_on:
-        work = described_local(settings)
+    own, notes = work_text(settings)
+    if own is not None:
+        work = own
     elif plan.accumulation_steps is not None:
         size = plan.micro_batch_size or plan.set_micro_batch_size
         work = (
@@ -46,11 +47,9 @@ def print_settings(settings: Settings, *, where: str) -> None:
     head = f"[bold]{escape(printable(settings.task))}[/] on {where}, seed {settings.seed}"
     console.print(head, soft_wrap=not console.is_terminal)
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
-    mode = settings.secure.aggregation
-    masked = "" if mode == "off" else f"; updates are masked ({mode})"
     rounds = settings.num_rounds
     number = "rounds without end" if rounds is None else counted(rounds, "round")
-    print_text(f"{number} of {optimizer.name} at {rate}; {work}{masked}")
+    print_text("; ".join((f"{number} of {optimizer.name} at {rate}", work, *notes)))
 
 
 def _max_weight(settings: Settings) -> int:
@@ -129,7 +128,7 @@ def print_result(settings: Settings) -> None:
         _print_shares(last.get("below_share") or [])
     for title, name in (
         ("model", MODEL),
-        ("adapter", ADAPTER),
+        *RESULT_FILES,
         ("best model", BEST),
         ("metrics", ROUNDS),
         ("plot", CURVES),

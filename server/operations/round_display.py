@@ -18,8 +18,7 @@ from headwater.common.messages import DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.common.system.live_status import duration, head, line_of, pack
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.wording import counted
-from headwater.server.operations.status import names_text
+from headwater.common.wording import counted, names_text
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow

@@ -18,14 +18,14 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.printable import printable_name
 from headwater.server.operations.curves import draw_curves
-from headwater.server.rounds.observer import Observer
-from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
-from headwater.server.succession.log_limits import (
+from headwater.server.operations.log_limits import (
     MAX_EVENT_BYTES,
     RowsFile,
     delete_oldest,
     older_file,
 )
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ NOISE = (
 class RoundLog(Observer):
     """Appends each round to rounds.jsonl and to the TensorBoard log, and draws curves.png.
 
-    Of a run without a last round only the latest rows stay (``server.succession.log_limits``).
+    Of a run without a last round only the latest rows stay (``server.operations.log_limits``).
     """
 
     def __init__(self, *, draws_curves: bool = True) -> None:

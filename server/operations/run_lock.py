@@ -16,6 +16,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.file_lock import try_lock
+from headwater.server.operations.sqlite_history import FILE as HISTORY
 
 FILE = "server.lock"
 SERVER = "headwater-server"
@@ -122,3 +123,14 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
     age = max((time.time() if now is None else now) - heartbeat, 0.0)
     info = info if isinstance(info, dict) else {}
     return ServerState(is_up=is_up, heartbeat_seconds=age, info=info)
+
+
+def check_run(folder: Path) -> None:
+    """Check that a server has run in the folder.
+
+    Raises:
+        SettingsError: it holds neither a lock nor a history.
+    """
+    if not any((folder / name).exists() for name in (FILE, HISTORY)):
+        problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
+        raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")

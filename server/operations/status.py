@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from headwater.common.errors import SettingsError
 from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.wording import counted, natural
+from headwater.common.wording import counted, duration_text, names_text, natural
+from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import sqlite_history
 from headwater.server.operations.orders import read_order
-from headwater.server.operations.run_lock import FILE, ServerState, read_server_state
+from headwater.server.operations.run_lock import ServerState, check_run, read_server_state
 from headwater.server.operations.sqlite_history import HistorySnapshot
-from headwater.server.privacy.spent_budget import spent_in
-from headwater.server.succession.run_queue import QueuedRun, has_queue, last_run, queued_runs
 from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
@@ -40,8 +37,6 @@ MAX_NAME_WIDTH = 24  # in a terminal a longer name continues on the next line
 ABSENT = "-"
 # A round that has waited this long for a device is reported.
 LONG_WAIT_SECONDS = 60.0
-MAX_NAMES = 5
-UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 TIMES = ("first_seen", "last_seen", "refused_at", "ended_at", "at")
 
 
@@ -79,21 +74,9 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         if snapshot is None
         else _format_times(snapshot.last_round or {}) or None,
         "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
-        "privacy": spent_in(folder),
-        "queue": [_queued(one) for one in queued_runs(folder)] if has_queue(folder) else [],
-        "followed_by": None if (last := last_run(folder)) == folder else str(last),
+        **status_fields(folder),
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,
-    }
-
-
-def _queued(run: QueuedRun) -> dict[str, Any]:
-    task, rounds = run.settings.task, run.settings.rounds
-    return {
-        "file": str(run.file),
-        "task": task,
-        "rounds": rounds,
-        "is_next": run.is_next,
     }
 
 
@@ -109,17 +92,6 @@ def _is_finished(snapshot: HistorySnapshot) -> bool:
 def exit_status(status: dict[str, Any]) -> int:
     """Return 0 if the server is well or the run is finished, otherwise 1."""
     return 0 if status["is_well"] or status["is_finished"] else 1
-
-
-def check_run(folder: Path) -> None:
-    """Check that a server has run in the folder.
-
-    Raises:
-        SettingsError: it holds neither a lock nor a history.
-    """
-    if not any((folder / name).exists() for name in (FILE, sqlite_history.FILE)):
-        problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
-        raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")
 
 
 def _device(device: DeviceRecord, server: ServerState, now: float) -> dict[str, Any]:
@@ -152,9 +124,9 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     if status["awaited"] and waited >= LONG_WAIT_SECONDS:
         names = escape(printable(names_text(status["awaited"], status["num_awaited"])))
         parts.append(f"it has waited {duration_text(waited)} for {names}")
-    last, spent = status["last_round"], status["privacy"]
+    last = status["last_round"]
     if last is not None:
-        unknown = "not finite" if spent is None else "hidden"
+        unknown = "not finite" if status["privacy"] is None else "hidden"
         loss = unknown if last["loss"] is None else f"{last['loss']:.4f}"
         clients = f"{last['num_clients']} of {counted(last['num_invited'], 'client')}"
         examples = counted(last["num_examples"], "example")
@@ -164,17 +136,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         )
         if last["num_outliers"]:
             parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
-    if spent is not None:
-        parts.append(
-            f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g} for each "
-            f"{spent['unit']}"
-        )
-    for at, one in enumerate(status["queue"], start=1):
-        number = "no last round" if one["rounds"] == "forever" else counted(one["rounds"], "round")
-        when = ", begins after the current round" if one["is_next"] else ""
-        parts.append(escape(printable(f"queue {at}: {one['task']}, {number}{when}")))
-    if status["followed_by"] is not None:
-        parts.append(f"the server went on with the run in {escape(status['followed_by'])}")
+    parts += status_lines(status)
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")
         parts.append(f"[bold red]{failures} of the history failed[/]")
@@ -264,18 +226,3 @@ def _refusal(device: dict[str, Any]) -> str:
 
 def _ago(seconds: float | None) -> str:
     return "never" if seconds is None else f"{duration_text(seconds)} ago"
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration as a whole number of its largest unit: 12 s, 3 min, 5 h, 2 d."""
-    for unit, size in UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def names_text(names: Sequence[str], number: int) -> str:
-    """Return the first few of ``number`` names: "a, b, c, d, e and 12 more"."""
-    shown = ", ".join(names[:MAX_NAMES])
-    num_more = number - len(names[:MAX_NAMES])
-    return f"{shown} and {num_more} more" if num_more else shown

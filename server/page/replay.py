@@ -9,6 +9,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE
+from headwater.server.operations.log_limits import older_file
 from headwater.server.operations.round_log import ROUNDS, rows_of
 from headwater.server.page import device_tiles as tiles_of
 from headwater.server.page.device_points import RoundParts, parts_of
@@ -21,7 +22,6 @@ from headwater.server.page.round_points import (
     ring_of,
     task_label,
 )
-from headwater.server.succession.log_limits import older_file
 
 
 class FinishedRun:

@@ -93,6 +93,21 @@ def spent_in(folder: Path) -> dict[str, float | str] | None:
         return None
 
 
+def status_fields(folder: Path) -> dict[str, Any]:
+    """Return what a run has spent, for ``headwater-server status``."""
+    return {"privacy": spent_in(folder)}
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """Return a line about what a run has spent; none if it is not private."""
+    if (spent := status["privacy"]) is None:
+        return []
+    return [
+        f"privacy spent: epsilon {spent['epsilon']:.4g} at delta {spent['delta']:g} for each "
+        f"{spent['unit']}"
+    ]
+
+
 def write_events(
     folder: Path | None,
     events: Sequence[tuple[float, int]],

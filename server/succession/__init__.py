@@ -1,1 +1,1 @@
-"""Learning that does not end: model versions, logs of bounded size, and the queue of runs."""
+"""Learning that does not end: model versions, and the queue of runs."""

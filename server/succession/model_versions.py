@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +27,7 @@ from headwater.common.errors import StateError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.json_logs import rfc3339, to_json_value
+from headwater.server.features import versions_every
 from headwater.server.rounds.model_files import save_model
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 FOLDER, INDEX = "versions", "index.json"
 FORMATS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m"}
 
-Every = Literal["never", "day", "week", "month"]
 Clock = Callable[[], float]
 
 
@@ -47,13 +47,6 @@ def period_of(every: str, now: float) -> str:
     Later periods of one kind are greater texts.
     """
     return dt.datetime.fromtimestamp(now, dt.UTC).strftime(FORMATS[every])
-
-
-def every_of(settings: Settings) -> Every:
-    """Return how often a run writes a version: as set; else weekly if it has no last round."""
-    if settings.versions.every is not None:
-        return settings.versions.every
-    return "week" if settings.num_rounds is None else "never"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,7 +90,7 @@ class ModelVersions(Observer):
     def __init__(self, training: Training, *, clock: Clock = time.time) -> None:
         self._training = training
         self._clock = clock
-        self._every = every_of(training.settings)
+        self._every = versions_every(training.settings)
         self._index: VersionIndex | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
@@ -106,7 +99,7 @@ class ModelVersions(Observer):
         Raises:
             StateError: it cannot be read or written.
         """
-        if settings.out is None or self._every == "never":
+        if settings.out is None:
             return
         index, period = read_index(settings.out), period_of(self._every, self._clock())
         if index is None or index.every != self._every:

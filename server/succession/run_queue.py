@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
+from headwater.server.features import POINTER, QUEUE
 
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
 CHECKPOINT, SETTINGS = "checkpoint.safetensors", "settings.toml"
 """As in ``server.rounds`` and ``common.settings``, which take long to import: for ``status``."""
-QUEUE, POINTER = "queue", "successor.json"
 NAME = re.compile(r"(\d{6})(-next)?\.toml")
 MAX_QUEUED = 1000
 

@@ -26,8 +26,8 @@ from headwater.common.errors import (
 )
 from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import Hello, Notice, ServerFrame, Welcome
-from headwater.server.enrolment.peer_certificates import PeerCertificate
 from headwater.server.transport.connections import Connections
+from headwater.server.transport.peer_certificates import PeerCertificate
 from headwater.server.transport.rate_limit import FrameLimit, RateLimit, subscriber
 from headwater.server.transport.session import DeviceSession, Stream, node_id_of
 

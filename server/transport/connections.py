@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.downloads import Downloads
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.session import ClosingStreams, Sessions
 from headwater.server.transport.uploads import Uploads
 

@@ -25,12 +25,12 @@ from headwater.common.errors import ConnectionLost, HeadwaterError
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Goodbye, ServerFrame
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.admission import Admission
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.device_records import DeviceRecords, Stages
 from headwater.server.transport.downloads import Downloads
 from headwater.server.transport.listener import HealthService, Listener
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.session import (
     Arrival,
     DeviceInstruction,

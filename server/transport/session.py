@@ -16,8 +16,8 @@ from typing import Any
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower.sent_model import FindDifference
 from headwater.common.transport.wire_pb2 import Reply, ServerFrame
-from headwater.server.enrolment.peer_certificates import PeerCertificate
 from headwater.server.transport.device_records import DeviceRecord, Stage
+from headwater.server.transport.peer_certificates import PeerCertificate
 from headwater.server.transport.rate_limit import FrameLimit
 from headwater.server.transport.staging import StagedUpload
 

@@ -27,12 +27,11 @@ from headwater.common import messages as update
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.secagg import protocol as secagg
-from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import read_request
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.wire_pb2 import ClientFrame, ServerFrame
 from headwater.server.enrolment.join_request import JoinRequest
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import DeviceInstruction, node_id_of
 from tests.attacks.fuzz_inputs import MESSAGE_ID, NAME
@@ -138,7 +137,7 @@ class Conversations:
             "127.0.0.1:0",
             run_id=7,
             credentials=None,
-            verifier=CertificateVerifier.of(TlsSettings(), None),
+            verifier=CertificateVerifier(),
             staging_bytes=1 << 20,
             reconnect_seconds=60.0,
             return_seconds=5.0,

@@ -34,12 +34,12 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.round_loop import run as run_rounds
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
 TASK = "tests/tasks.py:TwoLayers"

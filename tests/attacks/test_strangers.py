@@ -21,7 +21,7 @@ import pytest
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Leave
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
+from headwater.server.enrolment.registry_verifier import RegistryVerifier
 from headwater.server.flower import registration
 from headwater.server.transport import listener as port_module
 from headwater.server.transport.listener import UnidentifiedConnections
@@ -309,7 +309,7 @@ def test_a_revoked_device_that_retries_does_not_block_other_devices(
 ) -> None:
     certs = make_folder(tmp_path, "0", "1")
     server, revoked = credentials_of(certs, "server"), credentials_of(certs, "0")
-    verifier = CertificateVerifier.of(tls_of(certs, "server"), server)
+    verifier = RegistryVerifier.of(tls_of(certs, "server"), server)
     revoke(certs, "0")
 
     async def play() -> None:
@@ -335,7 +335,7 @@ def test_an_enrolled_device_cannot_act_as_another_or_read_its_plan(tmp_path: Pat
 
     async def play() -> None:
         server = credentials_of(certs, "server")
-        verifier = CertificateVerifier.of(tls_of(certs, "server"), server)
+        verifier = RegistryVerifier.of(tls_of(certs, "server"), server)
         async with (
             serving(credentials=server, verifier=verifier, min_clients=2) as run,
             RawDevice(run.port, "attacker", credentials=own) as attacker,

@@ -12,7 +12,7 @@ import pytest
 
 from headwater.client.enrolment.join import PATIENCE_SECONDS, WAIT_SECONDS, join
 from headwater.common.errors import PortInUse, TooManyAttempts
-from headwater.server.transport.enrolment_port import EnrolmentPort
+from headwater.server.enrolment.enrolment_port import EnrolmentPort
 from tests.certificates import (
     make_folder,
 )

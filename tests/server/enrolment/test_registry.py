@@ -21,10 +21,16 @@ from headwater.common.errors import (
     NameTaken,
     StateError,
 )
-from headwater.common.transport.certificates import Key, key_digest, new_key, signing_request
+from headwater.common.transport.certificates import (
+    Key,
+    key_digest,
+    new_key,
+    serial_of,
+    signing_request,
+)
 from headwater.server.enrolment.authority import Authority
 from headwater.server.enrolment.join_request import JoinRequest, issue
-from headwater.server.enrolment.registry import LINGER_SECONDS, REGISTRY_FILE, Registry, serial_of
+from headwater.server.enrolment.registry import LINGER_SECONDS, REGISTRY_FILE, Registry
 from tests.certificates import make_folder, token_for
 
 NOW = 1_000_000.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,14 @@ from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations import control, orders, sqlite_history
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
-from headwater.server.operations.order_commands import submit_run
 from headwater.server.operations.orders import Order
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.operations.run_lock import read_server_state
 from headwater.server.operations.sqlite_writer import MAX_QUEUED
 from headwater.server.rounds.observer import Drained
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.succession.commands import submit_run
+from headwater.server.succession.run_queue import is_next_due
 from headwater.server.transport.device_records import DeviceRecords
 from tests.processes import until
 from tests.round_rows import row
@@ -43,7 +45,7 @@ class ControlledRun:
             device_records=self.device_records,
             on_order=self._note_order,
             is_alive=lambda: True,
-            follows_queue=follows_queue,
+            is_next_due=partial(is_next_due, folder) if follows_queue else None,
         )
 
     def _note_order(self, order: Order | None) -> None:

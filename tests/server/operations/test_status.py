@@ -20,7 +20,7 @@ from headwater.server.cli import app
 from headwater.server.operations import orders, run_lock
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.operations.sqlite_history import History, round_columns
-from headwater.server.operations.status import LONG_WAIT_SECONDS, duration_text, names_text
+from headwater.server.operations.status import LONG_WAIT_SECONDS
 from headwater.server.succession.run_queue import submit, take_next
 from headwater.server.transport.device_records import DeviceRecord
 from tests.processes import ROOT
@@ -301,20 +301,6 @@ def test_a_health_check_does_not_load_torch(folder: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(1, "a"), (3, "a, b, c"), (6, "a, b, c, d, e and 1 more")]
-)
-def test_five_names_are_shown_and_the_rest_are_counted(number: int, text: str) -> None:
-    assert names_text(list("abcdef")[:number], number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (172_800, "2 d")]
-)
-def test_a_duration_is_shown_in_its_largest_unit(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
 
 
 def test_a_run_without_a_last_round_is_finished_only_if_it_ended_by_itself(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import headwater
 from headwater.client.app import client_app
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
+from headwater.server.features import versions_every
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.evaluation import is_due
@@ -25,7 +26,6 @@ from headwater.server.rounds.run_state import Training
 from headwater.server.succession.model_versions import (
     INDEX,
     ModelVersions,
-    every_of,
     period_of,
     read_index,
 )
@@ -92,7 +92,7 @@ def test_a_period_has_the_calendar_s_name(every: str, day: str, period: str) -> 
 def test_only_a_run_without_a_last_round_writes_versions_by_itself(
     rounds: Any, chosen: Any, every: str
 ) -> None:
-    assert every_of(Settings(rounds=rounds, versions={"every": chosen})) == every
+    assert versions_every(Settings(rounds=rounds, versions={"every": chosen})) == every
 
 
 def test_the_first_round_of_a_new_week_is_a_version_and_no_other(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import headwater
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
+from headwater.server.features import POINTER, QUEUE
 from headwater.server.rounds import checkpoint
 from headwater.server.serve import serve_run
 from headwater.server.succession import run_queue
 from headwater.server.succession.run_queue import (
-    POINTER,
-    QUEUE,
     is_next_due,
     last_run,
     queued_runs,

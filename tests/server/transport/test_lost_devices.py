@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headwater.common.transport.wire_pb2 import Fault, Reply
-from headwater.server.enrolment.peer_certificates import CertificateVerifier
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.device_records import DeviceRecords
 from headwater.server.transport.downloads import Downloads
+from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.session import DeviceInstruction, DeviceSession, OpenExchange
 from headwater.server.transport.staging import StagedUpload, StagingMemory
 from headwater.server.transport.uploads import MAX_STARTS, Uploads

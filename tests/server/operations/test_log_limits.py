@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from headwater.common.settings.schema import Settings
+from headwater.server.operations.log_limits import RowsFile, delete_oldest, older_file
 from headwater.server.operations.round_log import ROUNDS, RoundLog, read_rows
-from headwater.server.succession.log_limits import RowsFile, delete_oldest, older_file
 from tests.round_rows import row
 
 LINE = "x" * 99

@@ -1,9 +1,7 @@
 """Verifies the certificate of a stream against the registry, and renews it.
 
-TLS has checked that the authority signed the certificate and that it has not expired. This module
-checks what a signature cannot show: whether the certificate is revoked, and whether two streams
-belong to one device. A device renews its certificate over its own stream; the new certificate's
-name is always the stream's.
+A device renews its certificate over its own stream; the new certificate's name is always the
+stream's.
 """
 
 from __future__ import annotations
@@ -13,15 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-from cryptography import x509
 
 from headwater.common.errors import CertificateRevoked, HeadwaterError, IdentityRefused, StateError
 from headwater.common.settings.schema import TlsSettings
 from headwater.common.transport.certificates import (
-    BACKDATE,
-    common_name_in,
     key_digest,
     read_request,
     renewal_due_at,
@@ -33,52 +26,15 @@ from headwater.server.enrolment.registry import (
     REGISTRY_FILE,
     CertificateEntry,
     Registry,
-    serial_of,
 )
+from headwater.server.transport.peer_certificates import CertificateVerifier, PeerCertificate
 
 log = logging.getLogger(__name__)
 
 RENEWAL_SECONDS = 60.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerCertificate:
-    """The contents of a stream's certificate."""
-
-    name: str
-    serial: str
-    key: bytes
-    """The digest of its public key; two streams with one key belong to one device."""
-    half_life: dt.datetime
-    """The certificate is not renewed before this time."""
-    expires_at: dt.datetime
-
-    @classmethod
-    def of(cls, certificate: x509.Certificate) -> PeerCertificate:
-        """Read a certificate that TLS has verified."""
-        start, end = certificate.not_valid_before_utc + BACKDATE, certificate.not_valid_after_utc
-        return cls(
-            name=common_name_in(certificate.subject),
-            serial=serial_of(certificate),
-            key=key_digest(certificate.public_key()),
-            half_life=start + (end - start) / 2,
-            expires_at=end,
-        )
-
-    @classmethod
-    def of_pem(cls, pem: bytes) -> PeerCertificate:
-        """Read a certificate that TLS has verified.
-
-        Raises:
-            IdentityRefused: it cannot be read.
-        """
-        try:
-            return cls.of(x509.load_pem_x509_certificate(pem))
-        except ValueError as error:
-            raise IdentityRefused("the certificate cannot be read") from error
-
-
-class CertificateVerifier:
+class RegistryVerifier(CertificateVerifier):
     """Checks certificates against the registry, and renews them; used by one thread.
 
     Without a registry every certificate that TLS accepts is valid; without the authority's key none
@@ -100,7 +56,7 @@ class CertificateVerifier:
             CertificateProblem, StateError: a file is damaged.
         """
         if credentials is None or tls.ca is None:
-            return cls()
+            return CertificateVerifier()
         folder, now = tls.ca.parent, dt.datetime.now(dt.UTC)
         if now > renewal_due_at(credentials.leaf):
             log.warning(
@@ -128,13 +84,7 @@ class CertificateVerifier:
         return cls(registry=registry, authority=authority)
 
     def check(self, certificate: PeerCertificate) -> None:
-        """Check a certificate against the registry.
-
-        Raises:
-            CertificateRevoked: it was revoked, or renewed and the new one has been used.
-            IdentityRefused: the registry does not have it, or has it under another name.
-            StateError: the registry cannot be read.
-        """
+        """Check that the registry has a certificate, and that it has not ended."""
         if self._registry is None:
             return
         entry = self._registry.entry(certificate.serial)
@@ -150,16 +100,11 @@ class CertificateVerifier:
             )
 
     def is_same_device(self, before: PeerCertificate | None, now: PeerCertificate | None) -> bool:
-        """Return whether two streams have the same key, or the second renews the first's.
-
-        Without certificates, streams of one name cannot be told apart: True.
-        """
-        if before is None or now is None:
-            return before is now
-        if before.key == now.key:
+        """Return whether two streams have the same key, or the second renews the first's."""
+        if super().is_same_device(before, now):
             return True
-        entry = self._entry(now)
-        return entry is not None and entry.renews == before.serial
+        entry = None if before is None or now is None else self._entry(now)
+        return before is not None and entry is not None and entry.renews == before.serial
 
     def end_renewed(self, certificate: PeerCertificate) -> None:
         """End the certificate that this one renews: its first use proves that it has arrived."""

@@ -1,0 +1,78 @@
+"""What features bring to a server outside its rounds, and the one list of it.
+
+A feature is imported if the settings, or the run's folder, ask for it. ``server.rounds.features``
+lists what features do within the rounds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # ``headwater-server status`` does not load torch
+    from headwater.common.settings.schema import Settings
+    from headwater.server.rounds.observer import Observer
+    from headwater.server.rounds.run_state import Training
+
+Every = Literal["never", "day", "week", "month"]
+
+QUEUE, POINTER = "queue", "successor.json"
+"""The files of a run behind which others wait, and of one that another has followed."""
+
+# Modules with ``status_fields`` and ``status_lines``, in the order in which the status has them.
+STATUS = ("headwater.server.privacy.spent_budget", "headwater.server.succession.queue_status")
+
+RESULT_FILES = (("adapter", "adapter.safetensors"),)
+"""The files of a run's result, with their titles, as ``common.model.adapter`` names them."""
+
+
+def observers(training: Training) -> list[Observer]:
+    """Return the observers that the run's settings turn on."""
+    found: list[Observer] = []
+    if training.settings.out is not None:
+        found.append(import_module("headwater.server.page.report").ReportWriter())
+    if versions_every(training.settings) != "never":
+        versions = import_module("headwater.server.succession.model_versions")
+        found.append(versions.ModelVersions(training))
+    return found
+
+
+def versions_every(settings: Settings) -> Every:
+    """Return how often a run writes a version: as set; else weekly if it has no last round."""
+    if settings.versions.every is not None:
+        return settings.versions.every
+    return "week" if settings.num_rounds is None else "never"
+
+
+def work_text(settings: Settings) -> tuple[str | None, list[str]]:
+    """Return a device's work in words, where it is no plain sum of gradients, and notes on it."""
+    own, mode = None, settings.secure.aggregation
+    if settings.local.is_on:
+        target_batch = import_module("headwater.server.planning.target_batch")
+        own = target_batch.described_local(settings)
+    return own, [] if mode == "off" else [f"updates are masked ({mode})"]
+
+
+def status_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields that the features add to a run's status.
+
+    Raises:
+        StateError: a file in the folder cannot be read.
+    """
+    fields: dict[str, Any] = {}
+    for name in STATUS:
+        fields |= import_module(name).status_fields(folder)
+    return fields
+
+
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """Return these fields as lines for people, with rich's markup."""
+    return [line for name in STATUS for line in import_module(name).status_lines(status)]
+
+
+def run_queue(folder: Path) -> Any:
+    """Return the module of the queue; None if no run waits in ``folder``, or has followed."""
+    if not any((folder / name).exists() for name in (QUEUE, POINTER)):
+        return None
+    return import_module("headwater.server.succession.run_queue")
