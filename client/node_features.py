@@ -1,14 +1,99 @@
-"""The features of a device beside its rounds: the one list of them, by name.
+"""The features of a device beside its rounds: the moments at which they act, and the list of them.
 
-A feature is imported when something asks for it.
+A feature is imported when the owner's settings, a plan or what this process has done ask for it.
+This file imports no room of the client, so that each may import it.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from headwater.common.errors import HeadwaterError
+from headwater.common.messages import Plan
+from headwater.common.settings.schema import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeAnswer:
+    """The answer to one instruction: a head and a vector, or the error that replaces them."""
+
+    message_id: str
+    head_json: str = ""
+    vector: memoryview | bytes = field(default=b"", repr=False)
+    error: HeadwaterError | None = None
+
+
+class DeviceNode(Protocol):
+    """What a feature may know of a device's ``Node``, and ask of it."""
+
+    name: str
+    settings: Settings
+    state_folder: Path
+    trainer: Any
+
+    @property
+    def run_id(self) -> int:
+        """The run that the node has joined."""
+
+    @property
+    def answer(self) -> Callable[..., NodeAnswer]:
+        """Run the device's app on a message, which is the node's own if ``is_own``."""
+
+
+class NodeFeature:
+    """The moments of a node; a feature overrides those that it needs."""
+
+    def __init__(self, node: DeviceNode) -> None:
+        self.node = node
+
+    def update_bytes(self, plan: Plan) -> int | None:
+        """Return the bytes of a plan's vector as it is sent; None: as float32."""
+        return None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the server may still ask for something of the last update."""
+        return False
+
+    def no_link(self, plan_json: str, answer: NodeAnswer) -> Iterator[NodeAnswer] | None:
+        """Return the answers that may replace one, while no link can carry it; None: it waits."""
+        return None
+
+    def delivered(self) -> None:
+        """Note that the server has completely received the update."""
+
+    def left(self) -> None:
+        """Erase what a run that the node leaves has in memory."""
+
+
+# In the order in which they act: what turns each on, and its class.
+FEATURES: Mapping[str, tuple[Callable[[Settings, Plan | None], bool], str]] = {
+    "masks": (
+        lambda settings, plan: "headwater.client.secagg.session" in sys.modules,
+        "headwater.client.secagg.pending:WaitingUpdate",
+    ),
+    "offline": (
+        lambda settings, plan: settings.asynchronous.offline_windows > 1,
+        "headwater.client.offline.offline_node:OfflineNode",
+    ),
+    "compression": (
+        lambda settings, plan: plan is not None and plan.compression is not None,
+        "headwater.client.compression.update_bytes:EncodedUpdate",
+    ),
+}
 TIME_SHARE = "headwater.client.energy.throttle:time_share"
+
+
+def node_features(node: DeviceNode, plan: Plan | None = None) -> Iterator[NodeFeature]:
+    """Yield the features of a node that are on, and those that a plan calls for."""
+    for is_on, name in FEATURES.values():
+        if is_on(node.settings, plan):
+            yield _loaded(name)(node)
 
 
 def time_share_rule() -> Any:

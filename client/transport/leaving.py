@@ -42,7 +42,7 @@ class LeavePolicy:
     async def wait_until_due(self) -> AwayPeriod:
         """Wait until the device must leave for a while, and return why."""
         while True:
-            is_idle = self._exchange.is_idle and not self._node.awaits_session
+            is_idle = self._exchange.is_idle and not self._node.is_waiting
             if (away := self._reason_to_leave(is_idle=is_idle)) is not None:
                 return away
             self._exchange.became_idle.clear()
@@ -72,7 +72,7 @@ class LeavePolicy:
     async def _finish(self, grace_seconds: float) -> None:
         await self._exchange.finish(grace_seconds)
         end = time.monotonic() + grace_seconds
-        while self._node.awaits_session and time.monotonic() < end:
+        while self._node.is_waiting and time.monotonic() < end:
             await asyncio.sleep(SESSION_POLL_SECONDS)
         await self._exchange.finish(grace_seconds)
 
