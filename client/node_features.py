@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from headwater.common.compression.model_difference import DifferenceReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ class NodeFeature:
 
 # In the order in which they act: what turns each on, and its class.
 FEATURES: Mapping[str, tuple[Callable[[Settings, Plan | None], bool], str]] = {
-    "masks": (
+    "secagg": (
         lambda settings, plan: "headwater.client.secagg.session" in sys.modules,
         "headwater.client.secagg.pending:WaitingUpdate",
     ),
@@ -94,6 +97,17 @@ def node_features(node: DeviceNode, plan: Plan | None = None) -> Iterator[NodeFe
     for is_on, name in FEATURES.values():
         if is_on(node.settings, plan):
             yield _loaded(name)(node)
+
+
+def difference_reader(method: str, num_bytes: int, memory: memoryview) -> DifferenceReader:
+    """Return the reader that adds a difference of so many bytes to the model in memory.
+
+    Raises:
+        ProtocolMismatch: there is no such method, or the length is not that of a difference.
+    """
+    from headwater.common.compression.model_difference import DifferenceReader, checked_method
+
+    return DifferenceReader(memory, checked_method(method, num_bytes, len(memory) // 4))
 
 
 def time_share_rule() -> Any:

@@ -62,11 +62,11 @@ OUTER = (
 )
 
 LIMITS = {
-    "imports, client": 23,
+    "imports, client": 22,
     "imports, common": 11,
     "imports, server": 39,
     "reads of settings": 36,
     "modules, simulation": 296,
-    "modules, server": 205,
-    "modules, client": 178,
+    "modules, server": 203,
+    "modules, client": 176,
 }
