@@ -16,8 +16,8 @@ from headwater.aggregator.app import branch_app
 from headwater.aggregator.branch import Branch
 from headwater.aggregator.settings_above import check_own, settings_above
 from headwater.client.algorithms.run_trainer import run_trainer
-from headwater.client.device.availability import availability_of
 from headwater.client.device.host_name import host_name
+from headwater.client.energy.availability import availability_of
 from headwater.client.enrolment.renewal import Renewal
 from headwater.client.flower.node import Node
 from headwater.client.training.context import Identity
@@ -53,8 +53,8 @@ def serve_branch(settings: Settings) -> None:
     connection = Connection(
         node,
         addresses,
-        renewal=None if own is None else Renewal(above.tls, own),
-        availability=availability_of(above.client, name, trainer.image.layout),
+        certificate=None if own is None else Renewal(above.tls, own),
+        limits=availability_of(above.client, name, trainer.image.layout),
         patience_seconds=math.inf,
     )
     console.print(f"{name}: aggregator of {above.client.server}", soft_wrap=True)

@@ -274,7 +274,6 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
         check_enrolment(settings.secure, identity.name)
     # Before the check, which foresees the memory of training from what the process holds by then.
     from headwater.client.app import app as own_app
-    from headwater.client.device.availability import availability_of
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
@@ -283,19 +282,23 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     if requires_masks:
         from headwater.client.flower.masked_description import learn_metrics
     trainer.examples(identity)
-    renewal = None
+    certificate, limits = None, None
     if credentials is not None:
         from headwater.client.enrolment.renewal import Renewal
 
-        renewal = Renewal(settings.tls, credentials)
+        certificate = Renewal(settings.tls, credentials)
     if requires_masks:
         learn_metrics(trainer, identity)  # before any model of the server's
     node = Node(own_app, trainer, identity, settings, device.state_folder)
+    if device.active_hours is not None or device.bytes_per_day is not None:
+        from headwater.client.energy.availability import availability_of
+
+        limits = availability_of(device, identity.name, trainer.image.layout)
     connection = Connection(
         node,
         addresses,
-        renewal=renewal,
-        availability=availability_of(device, identity.name, trainer.image.layout),
+        certificate=certificate,
+        limits=limits,
         patience_seconds=math.inf if device.stay else device.patience_seconds,
     )
     examples = counted(len(trainer.examples(identity)), "example")

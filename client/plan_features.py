@@ -119,7 +119,7 @@ class OfflineSums(PlanFeature):
     """Windows that were summed without a link, whose sum answers the next plan."""
 
     def check(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
-        from headwater.client.flower.offline_windows import deliverable
+        from headwater.client.offline.offline_windows import deliverable
 
         late = deliverable(request, plan)
         return None if late is None else records.update_content(late, as_view=True)
@@ -295,6 +295,9 @@ def take_frozen(request: DeviceRequest) -> RecordDict:
 
 def go_on_offline(request: DeviceRequest) -> RecordDict:
     """Keep an update that waits for a link, or add a window to it."""
-    from headwater.client.flower import offline_windows
+    from headwater.client.offline import offline_windows
 
-    return offline_windows.go_on_offline(request)
+    summed = offline_windows.go_on_offline(request)
+    if summed is None:
+        return records.content_with_head("", None)
+    return records.update_content(summed, as_view=True)

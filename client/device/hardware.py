@@ -13,10 +13,10 @@ from pathlib import Path
 
 from headwater.client.device.interfaces import Clock, Speed, SpeedProbe, TimeShare
 from headwater.client.device.sensors import Sensors
-from headwater.client.device.throttle import time_share
 from headwater.client.memory.allocation_bound import bounded
 from headwater.client.memory.limits import ROOT, MemoryLimits, usable_cores
 from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.node_features import time_share_rule
 from headwater.common.messages import Vitals
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
@@ -79,7 +79,7 @@ class ThisMachine:
         vitals = self._sensors.vitals()
         judged, before = self._judged
         if vitals is not judged:
-            now = time_share(vitals, self._chosen, wall=dt.datetime.now())
+            now = time_share_rule()(vitals, self._chosen, wall=dt.datetime.now())
             if now != before:
                 why = f", {now.reason}" if now.share < 1 else " again"
                 log.info("this device gives %.0f %% of its time%s", 100 * now.share, why)

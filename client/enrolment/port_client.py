@@ -10,7 +10,6 @@ from typing import Any
 
 from cryptography import x509
 
-from headwater.client.enrolment.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.common.errors import (
     AuthorityMismatch,
     CertificateProblem,
@@ -26,6 +25,7 @@ from headwater.common.errors import (
 from headwater.common.transport.certificates import certificate_pem
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.proxy import ProxyRefused, connect, proxy_remedy
+from headwater.common.transport.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.common.transport.tls import split_address
 
 VERSION = 1

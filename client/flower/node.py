@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
@@ -17,11 +17,11 @@ from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
-from headwater.client.flower.state_file import OFFLINE, STATE, StateFile, offline_name
+from headwater.client.flower.state_file import OFFLINE, STATE, StateFile
+from headwater.client.node_features import NodeAnswer, node_features
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.operations.installed_tasks import installed_tasks, own_task
-from headwater.client.secagg.pending import pending_in
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import (
@@ -41,16 +41,6 @@ from headwater.common.settings.schema import Settings
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeAnswer:
-    """The answer to one instruction: a head and a vector, or the error that replaces them."""
-
-    message_id: str
-    head_json: str = ""
-    vector: memoryview | bytes = field(default=b"", repr=False)
-    error: HeadwaterError | None = None
-
-
 class Node:
     """One device's ClientApp, its model and its context, kept in memory from round to round."""
 
@@ -67,7 +57,7 @@ class Node:
         self.link = Bandwidth()
         self.counters = Counters()
         self.activity = Activity(self.counters, trainer.progress)
-        self._app, self._settings = app, settings
+        self._app, self.settings = app, settings
         self.task, self.tasks = own_task(settings), installed_tasks(settings)
         """The name of the loaded task, and of all that are installed, if the owner lists them."""
         self._run_config = settings.to_run_config()
@@ -85,10 +75,9 @@ class Node:
             ALLOW_LIST: settings.secure.allow_list,
         }
         self._node_config |= {key: str(path) for key, path in paths.items() if path is not None}
-        self._state_folder = state_folder
+        self.state_folder = state_folder
         self._context: Context | None = None
         self._file: StateFile | None = None
-        self._pending = pending_in(trainer.accumulator)
 
     def enter(self, run_id: int, *, term: int = 0) -> None:
         """Join a run, with the entries of its state file, if there is one.
@@ -111,7 +100,7 @@ class Node:
             state=RecordDict(),
             run_config=self._run_config,
         )
-        self._file = StateFile(self._state_folder / f"{self.name}-{run_id}.json")
+        self._file = StateFile(self.state_folder / f"{self.name}-{run_id}.json")
         for name, plain in self._file.read().items():
             records.save_state(self._context, name, plain)
         self._follow_term(term)
@@ -126,9 +115,16 @@ class Node:
         if term > met:
             self._file.write_term(term)
 
+    @property
+    def run_id(self) -> int:
+        """The run that the node has joined."""
+        assert self._context is not None
+        return self._context.run_id
+
     def leave(self) -> None:
-        """Leave the run: erase what its secure sessions left in memory."""
-        self._pending.discard(self.name)
+        """Leave the run: erase what features have in memory of it."""
+        for feature in node_features(self):
+            feature.left()
 
     def answer(
         self,
@@ -137,16 +133,18 @@ class Node:
         message_type: str,
         head_json: str,
         payload: memoryview | bytes | None,
+        is_own: bool = False,
     ) -> NodeAnswer:
         """Run the ClientApp on an instruction; this takes as long as training takes.
 
         ``payload`` is the model, or other binary data of the instruction. The state file is on disk
-        when this returns; if it cannot be written, the answer is that error and nothing else.
+        when this returns; if it cannot be written, the answer is that error and nothing else. An
+        instruction of the device's own (``is_own``) may be one that no server may send.
         """
-        assert self._context is not None
-        if message_type == f"query.{OFFLINE}":
+        if message_type == f"query.{OFFLINE}" and not is_own:
             unasked = UnexpectedUpdate("only the device itself goes on without a link")
             return NodeAnswer(message_id=message_id, error=unasked)
+        assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:
             array = None if payload is None else records.flat_array(payload, dtype="uint8")
@@ -179,57 +177,13 @@ class Node:
             plan = records.parse(plan_json, Plan)
         except HeadwaterError:  # the plan itself is refused when it is carried out
             return 4 * num_values
-        if plan.keeps_update:
-            return 4 * plan.num_sent(num_values)
-        return plan.update_bytes(num_values)
+        # A masked vector comes in a later reply, and is counted here.
+        return 4 * plan.num_sent(num_values) if plan.keeps_update else plan.update_bytes(num_values)
 
-    def may_go_on(self, plan_json: str, answer: NodeAnswer) -> bool:
-        """Whether the device may add a window of a plan to its answer while it has no link."""
-        if answer.error is not None or self.trainer.stop_requested.is_set():
-            return False
-        plan, report = json.loads(plan_json), json.loads(answer.head_json)
-        terms = plan.get("terms", {})
-        windows = terms.get("offline", {}).get("windows", 1)
-        most = min(self._settings.asynchronous.offline_windows, windows)
-        # The sum of an earlier plan that answers this one is delivered as it is, and a compressed
-        # update is no vector that windows can be added to.
-        is_own = "round" in plan and report.get("round") == plan["round"]
-        is_own = is_own and "compression" not in terms
-        return is_own and "steps" in report and report.get("num_windows", 1) < most
-
-    def keep_offline(self, plan_json: str, answer: NodeAnswer) -> NodeAnswer:
-        """Write an update that waits for a link to a file; it stays the answer."""
-        from headwater.client.flower.offline_windows import content_to_keep
-
-        content = content_to_keep(plan_json, answer.head_json, answer.vector)
-        return self._go_on_offline(content, answer)
-
-    def add_offline_window(self, answer: NodeAnswer) -> NodeAnswer:
-        """Sum one more window of the plan; return the answer with the sum of all.
-
-        If no further window can be summed, the answer is as before.
-        """
-        return self._go_on_offline(records.content_with_head("{}", None), answer)
-
-    def _go_on_offline(self, content: RecordDict, answer: NodeAnswer) -> NodeAnswer:
-        assert self._context is not None
-        try:
-            message = Message(content, 1, f"query.{OFFLINE}")
-            ensure_message_id(message)
-            reply = self._app(message, self._context)
-            self._write_state_file(self._context)
-        except StateError as error:
-            return NodeAnswer(message_id=answer.message_id, error=error)
-        if reply.has_error():
-            return NodeAnswer(message_id=answer.message_id, error=self._error_of(reply))
-        head_json = records.head_json(reply.content)
-        if not head_json:
-            return answer
-        return NodeAnswer(
-            message_id=answer.message_id,
-            head_json=head_json,
-            vector=records.vector(reply.content) or b"",
-        )
+    def no_link(self, plan_json: str, answer: NodeAnswer) -> Iterator[NodeAnswer] | None:
+        """Return the answers that may replace one, while no link can carry it; None: it waits."""
+        found = (feature.no_link(plan_json, answer) for feature in node_features(self))
+        return next((answers for answers in found if answers is not None), None)
 
     def _error_of(self, reply: Message) -> HeadwaterError:
         """Return the error of a reply; a simulated device shows its server the whole message."""
@@ -253,22 +207,19 @@ class Node:
             {name: records.load_state(context, name) for name in sorted(context.state)}
         )
 
-    def remove_spool(self) -> None:
-        """Remove the spool of an update that the server has completely received."""
+    def delivered(self) -> None:
+        """Remove what was kept of an update that the server has completely received."""
         assert self._context is not None
         spool = spool_of(self._context, self.name)
         if spool is not None:
             spool.remove()
-        if self._settings.asynchronous.offline_windows > 1:
-            from headwater.client.flower.offline_sum import OfflineSumFile
-
-            path = self._state_folder / offline_name(self.name, self._context.run_id)
-            OfflineSumFile(path).remove()
+        for feature in node_features(self):
+            feature.delivered()
 
     @property
-    def awaits_session(self) -> bool:
-        """Whether the device has an update whose secure session has not ended."""
-        return self._pending.is_waiting(self.name)
+    def is_waiting(self) -> bool:
+        """Whether the server may still ask for something of the last update."""
+        return any(feature.is_waiting for feature in node_features(self))
 
     def interrupt(self) -> None:
         """End the running training after its current micro-batch."""

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from cryptography import x509
 
 from headwater.client.device.host_name import host_name
-from headwater.client.enrolment.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.client.enrolment.signing_identity import check_enrolment
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.certificates import common_name_in
 from headwater.common.transport.proxy import ProxyRefused, connect, proxy_of, proxy_remedy
+from headwater.common.transport.server_names import OTHER_NAME, name_remedy, names_text
 from headwater.common.transport.tls import (
     check_address,
     read_credentials,

@@ -22,18 +22,18 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
-from headwater.client.device.availability import (
+from headwater.client.device.hardware import ThisMachine
+from headwater.client.device.sensors import has_aes
+from headwater.client.energy.availability import (
     LEAD_SECONDS,
     Availability,
     availability_of,
     clock_text,
     has_inactive_hours,
     hours_change,
-    is_active,
     utc_now,
 )
-from headwater.client.device.hardware import ThisMachine
-from headwater.client.device.sensors import has_aes
+from headwater.client.energy.throttle import is_active
 from headwater.client.memory.limits import ROOT, MemoryLimit
 from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.operations.connectivity import check_connection

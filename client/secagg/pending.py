@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from headwater.client.node_features import NodeFeature
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import UpdateNotHeld
 
@@ -72,3 +73,20 @@ _pending: WeakKeyDictionary[Accumulator, PendingUpdates] = WeakKeyDictionary()
 def pending_in(accumulator: Accumulator) -> PendingUpdates:
     """Return the pending updates of the clients that sum into this accumulator."""
     return _pending.setdefault(accumulator, PendingUpdates())
+
+
+class WaitingUpdate(NodeFeature):
+    """A node's update whose session has not ended."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is one."""
+        return self._pending.is_waiting(self.node.name)
+
+    def left(self) -> None:
+        """Erase the session's secrets."""
+        self._pending.discard(self.node.name)
+
+    @property
+    def _pending(self) -> PendingUpdates:
+        return pending_in(self.node.trainer.accumulator)

@@ -12,13 +12,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from headwater.client.device.availability import Availability
+from headwater.client.device.owner_limits import OwnerLimits
 from headwater.client.flower.node import Node
+from headwater.client.transport.certificate import DeviceCertificate
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.leaving import LeavePolicy
@@ -35,9 +36,6 @@ from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, c
 from headwater.common.transport.proxy import proxy_options
 from headwater.common.transport.tls import split_address
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
-
-if TYPE_CHECKING:
-    from headwater.client.enrolment.renewal import Renewal
 
 log = logging.getLogger(__name__)
 
@@ -62,21 +60,21 @@ class Connection:
         node: Node,
         addresses: Sequence[str],
         *,
-        renewal: Renewal | None,
-        availability: Availability,
+        certificate: DeviceCertificate | None,
+        limits: OwnerLimits | None,
         patience_seconds: float,
     ) -> None:
         """Connect to the first address that serves the run, trying them in turn.
 
-        ``renewal`` has the TLS credentials; without it the connection is plain text.
+        Without a certificate the connection is plain text.
         """
         self._node = node
         self._addresses = deque(addresses)
-        self._renewal = renewal
-        self._availability = availability
+        self._certificate = certificate
+        self._limits = limits or OwnerLimits()
         self._patience_seconds = patience_seconds
         self._exchange = Exchange(node, self._write)
-        self._leaving = LeavePolicy(node, self._exchange, availability)
+        self._leaving = LeavePolicy(node, self._exchange, self._limits)
         self._session = b""
         self._stream: ClientStream | None = None
         self._stopping = asyncio.Event()
@@ -130,7 +128,7 @@ class Connection:
 
     async def _keep_connected(self) -> None:
         retries = RetryPolicy(
-            self._addresses, self._patience_seconds, has_tls=self._renewal is not None
+            self._addresses, self._patience_seconds, has_tls=self._certificate is not None
         )
         while True:
             if await self._stay_away():
@@ -200,8 +198,8 @@ class Connection:
                 node=self._node,
                 exchange=self._exchange,
                 leaving=self._leaving,
-                availability=self._availability,
-                renewal=self._renewal,
+                limits=self._limits,
+                certificate=self._certificate,
                 stopping=self._stopping,
             )
             self._exchange.connected()
@@ -227,7 +225,7 @@ class Connection:
                 self._session = stream.session or self._session
                 self._node.counters.disconnected()
                 self._exchange.disconnected()
-                self._availability.write()
+                self._limits.write()
                 call.cancel()
                 self._stream = None
 
@@ -248,10 +246,10 @@ class Connection:
             *channel_options(has_standby=len(self._addresses) > 1),
             *proxy_options(host),
         ]
-        if self._renewal is None:
+        if self._certificate is None:
             return grpc.aio.insecure_channel(self._address, options=options)
-        self._renewal.check()
-        credentials = self._renewal.credentials
+        self._certificate.check()
+        credentials = self._certificate.credentials
         return grpc.aio.secure_channel(
             self._address,
             grpc.ssl_channel_credentials(

@@ -15,7 +15,8 @@ import asyncio
 import hashlib
 import logging
 
-from headwater.client.flower.node import Node, NodeAnswer
+from headwater.client.flower.node import Node
+from headwater.client.node_features import NodeAnswer
 from headwater.client.operations.activity import COMPUTING, WAITING
 from headwater.client.transport.incoming_image import (
     IncomingDifference,
@@ -257,7 +258,7 @@ class Exchange:
         )
         if self._message_id != instruction.message_id:
             return  # aborted in the meantime
-        if self._has_no_link(instruction) and self._node.may_go_on(instruction.head_json, answer):
+        if self._has_no_link(instruction):
             answer = await self._go_on_offline(instruction, answer)
             if self._message_id != instruction.message_id:
                 return
@@ -270,30 +271,24 @@ class Exchange:
         return self._message_id_on_stream != instruction.message_id
 
     async def _go_on_offline(self, instruction: Instruction, answer: NodeAnswer) -> NodeAnswer:
-        """Sum further windows until the link is back, the server gives up, or there are enough.
+        """Let the node add to its answer until the link is back or the server gives up.
 
-        Nothing of the answer has been sent: once its upload has begun, no window is added, because
+        Nothing of the answer has been sent: once its upload has begun, nothing is added, because
         the server may have counted it.
         """
+        further = self._node.no_link(instruction.head_json, answer)
+        if further is None:
+            return answer
         self._is_offline = True
         try:
-            kept = await asyncio.to_thread(self._node.keep_offline, instruction.head_json, answer)
-            if kept.error is not None:
-                log.warning("%s: %s", kept.error.code, kept.error)
-                return answer
-            while (
-                kept.error is None
-                and self._message_id == instruction.message_id
-                and self._has_no_link(instruction)
-                and self._node.may_go_on(instruction.head_json, kept)
-            ):
-                answer = kept
-                kept = await asyncio.to_thread(self._node.add_offline_window, answer)
-                if kept.head_json == answer.head_json:
-                    break  # no further window can be summed
+            while self._message_id == instruction.message_id and self._has_no_link(instruction):
+                found = await asyncio.to_thread(next, further, None)
+                if found is None:
+                    break
+                answer = found
         finally:
             self._is_offline = False
-        return kept
+        return answer
 
     def _abort(self) -> None:
         """Abort the instruction and its upload: the server no longer waits for them."""
@@ -342,6 +337,6 @@ class Exchange:
             self._message_id, self._answer = "", None
             self._activity.enter(WAITING)
             if len(answer.vector):
-                self._node.remove_spool()
+                self._node.delivered()
                 self._activity.sent()
             self.became_idle.set()

@@ -6,7 +6,7 @@ import hashlib
 import time
 from typing import Any
 
-from headwater.common.compression.model_difference import DifferenceReader, checked_method
+from headwater.client.node_features import difference_reader
 from headwater.common.errors import ProtocolMismatch, UpdateRefused
 from headwater.common.transport.wire_pb2 import Chunk, Image
 
@@ -24,15 +24,14 @@ class IncomingDifference:
         """``memory`` is the model that the difference is to.
 
         Raises:
-            ProtocolMismatch: see ``checked_method``.
+            ProtocolMismatch: see ``difference_reader``.
         """
-        method = checked_method(image.difference, image.num_bytes, len(memory) // 4)
+        self._reader = difference_reader(image.difference, image.num_bytes, memory)
         self.image_id = image.image_id
         self.num_bytes = image.num_bytes
         self.seconds = 0.0  # from the announcement to the latest chunk
         self._sha256 = image.sha256
         self._memory = memory
-        self._reader = DifferenceReader(memory, method)
         self._received = 0
         self._start = time.monotonic()
 

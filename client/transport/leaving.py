@@ -1,7 +1,7 @@
 """Decides when a device leaves its stream, and finishes its work before it does.
 
 A device leaves for good when it is asked to stop, and for a while when its owner's settings
-(``client.device.availability``) keep it away. It first ends the training after the current
+(``client.device.owner_limits``) keep it away. It first ends the training after the current
 micro-batch and sends that partial sum with its exact weight.
 """
 
@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import time
 
-from headwater.client.device.availability import Availability, AwayPeriod
+from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.transport.exchange import Exchange
 from headwater.common.transport.wire_pb2 import Leave, ServerFrame
 
 STOP_GRACE_SECONDS = 30.0
 SESSION_POLL_SECONDS = 0.1
-AVAILABILITY_POLL_SECONDS = 1.0
+LIMITS_POLL_SECONDS = 1.0
 # While away: the wall clock may be set, and a laptop that slept wakes up late.
 MAX_WAIT_SECONDS = 30.0
 
@@ -26,57 +26,32 @@ MAX_WAIT_SECONDS = 30.0
 class LeavePolicy:
     """One device's rules for leaving and for staying away."""
 
-    def __init__(self, node: Node, exchange: Exchange, availability: Availability) -> None:
+    def __init__(self, node: Node, exchange: Exchange, limits: OwnerLimits) -> None:
         self._node = node
         self._exchange = exchange
-        self._availability = availability
+        self._limits = limits
 
     def reason_to_stay_away(self) -> AwayPeriod | None:
         """Return why a device between two rounds should not be connected; None if it may be."""
-        by_hours = self._availability.by_hours(lead=self._lead_seconds())
-        return by_hours or self._availability.by_bytes(self._availability.round_bytes)
+        return self._reason_to_leave(is_idle=True)
 
     def wait_seconds(self, away: AwayPeriod) -> float:
-        """Return how long to wait before checking the availability again."""
-        return min(self._availability.seconds_until(away.until), MAX_WAIT_SECONDS)
+        """Return how long to wait before checking the limits again."""
+        return min(self._limits.seconds_until(away.until), MAX_WAIT_SECONDS)
 
     async def wait_until_due(self) -> AwayPeriod:
-        """Wait until the device must leave for a while, and return why.
-
-        During a round it must leave when its hours are about to end, or when no byte of the day is
-        left; between two rounds also when the bytes do not suffice for another round.
-        """
+        """Wait until the device must leave for a while, and return why."""
         while True:
-            if self._exchange.is_idle and not self._node.awaits_session:
-                away = self.reason_to_stay_away()
-            else:
-                by_hours = self._availability.by_hours(lead=self._lead_seconds())
-                away = by_hours or self._availability.by_bytes(1)
-            if away is not None:
+            is_idle = self._exchange.is_idle and not self._node.is_waiting
+            if (away := self._reason_to_leave(is_idle=is_idle)) is not None:
                 return away
             self._exchange.became_idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exchange.became_idle.wait(), AVAILABILITY_POLL_SECONDS)
+                await asyncio.wait_for(self._exchange.became_idle.wait(), LIMITS_POLL_SECONDS)
 
     def reason_to_decline(self, frame: ServerFrame) -> AwayPeriod | None:
-        """Return why the transfer or round that a frame begins would exceed the day's bytes."""
-        available = self._availability
-        match frame.WhichOneof("kind"):
-            case "image" if frame.image.is_frozen:
-                return available.by_bytes(frame.image.num_bytes + available.update_bytes)
-            case "image":
-                available.expect_model(frame.image.num_bytes)
-                return available.by_bytes(available.round_bytes)
-            case "instruction":
-                is_plan = frame.instruction.message_type == "train"
-                if is_plan:
-                    available.expect_update(self._node.update_bytes(frame.instruction.head_json))
-                if frame.small_image:
-                    available.expect_model(len(frame.small_image))
-                    return available.by_bytes(available.round_bytes)
-                return available.by_bytes(available.update_bytes) if is_plan else None
-            case _:
-                return None
+        """Return why the device may not take the transfer or round that a frame begins."""
+        return self._limits.reason_to_decline(frame, self._node.update_bytes)
 
     async def finish_for_good(self) -> None:
         """Wait for the training to end, the update to arrive and its secure session to end.
@@ -88,7 +63,7 @@ class LeavePolicy:
     async def finish_until(self, away: AwayPeriod) -> Leave:
         """Interrupt the training and finish, at the latest when the away period begins."""
         self._node.interrupt()
-        seconds = self._availability.seconds_until(away.since)
+        seconds = self._limits.seconds_until(away.since)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._finish(seconds)
@@ -97,12 +72,13 @@ class LeavePolicy:
     async def _finish(self, grace_seconds: float) -> None:
         await self._exchange.finish(grace_seconds)
         end = time.monotonic() + grace_seconds
-        while self._node.awaits_session and time.monotonic() < end:
+        while self._node.is_waiting and time.monotonic() < end:
             await asyncio.sleep(SESSION_POLL_SECONDS)
         await self._exchange.finish(grace_seconds)
 
-    def _lead_seconds(self) -> float:
-        return self._availability.lead_seconds(self._node.link.upload_bytes_per_second)
+    def _reason_to_leave(self, *, is_idle: bool) -> AwayPeriod | None:
+        rate = self._node.link.upload_bytes_per_second
+        return self._limits.reason_to_leave(rate, is_idle=is_idle)
 
 
 def leave_frame(away: AwayPeriod) -> Leave:

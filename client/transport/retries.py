@@ -6,9 +6,9 @@ import random
 import time
 from collections.abc import Collection
 
-from headwater.client.enrolment.server_names import name_remedy
 from headwater.common.errors import ConnectionLost, CorruptUpdate
 from headwater.common.transport.proxy import proxy_of, proxy_remedy
+from headwater.common.transport.server_names import name_remedy
 from headwater.common.transport.tls import split_address
 
 FIRST_BACKOFF_SECONDS = 0.2

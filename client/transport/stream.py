@@ -12,15 +12,16 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headwater.client.device.availability import Availability, AwayPeriod
+from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.operations.activity import WAITING
+from headwater.client.transport.certificate import DeviceCertificate, renew_when_due
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
 from headwater.common.errors import (
@@ -41,17 +42,10 @@ from headwater.common.transport.wire_pb2 import (
     ServerFrame,
     Welcome,
 )
-from headwater.common.transport.wire_pb2 import Renewal as RenewalFrame
-
-if TYPE_CHECKING:
-    from headwater.client.enrolment.renewal import Renewal
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 20.0
-# The wall clock is read this often: a laptop that slept wakes up late.
-RENEWAL_POLL_SECONDS = 3600.0
-RENEWAL_RETRY_SECONDS = 6 * 3600.0
 PROGRESS_SECONDS = 2.0
 
 WRITE_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
@@ -76,8 +70,8 @@ class ClientStream:
     node: Node
     exchange: Exchange
     leaving: LeavePolicy
-    availability: Availability
-    renewal: Renewal | None
+    limits: OwnerLimits
+    certificate: DeviceCertificate | None
     stopping: asyncio.Event
     """Set when the client is to leave for good."""
     has_contact: bool = False
@@ -113,10 +107,10 @@ class ClientStream:
         log.info("connected to %s", self.address)
         self.has_contact = True
         jobs: list[Coroutine[Any, Any, None]] = [self._leave_when_stopped(), self._tell_progress()]
-        if self.availability.is_set:
+        if self.limits.is_set:
             jobs.append(self._leave_when_due())
-        if self.renewal is not None:
-            jobs.append(self._renew_when_due(self.renewal))
+        if self.certificate is not None:
+            jobs.append(renew_when_due(self.certificate, self._write_if_open))
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
             return await self._read_all()
@@ -176,7 +170,7 @@ class ClientStream:
         if data is grpc.aio.EOF:
             return None
         self.node.counters.received_bytes += len(data) + FRAME_BYTES
-        self.availability.count(len(data) + FRAME_BYTES)
+        self.limits.count(len(data) + FRAME_BYTES)
         try:
             return ServerFrame.FromString(data)
         except DecodeError:
@@ -218,8 +212,8 @@ class ClientStream:
                 if not frame.fault.message_id:  # it concerns the whole stream
                     raise self._refusal(frame.fault)
                 self.exchange.take_fault(frame.fault)
-            case "certificate" if self.renewal is not None:
-                self.renewal.take(frame.certificate)
+            case "certificate" if self.certificate is not None:
+                self.certificate.take(frame.certificate)
             case "notice":
                 self._take_notice(frame.notice)
             case "goodbye":
@@ -250,18 +244,11 @@ class ClientStream:
             data = frame.SerializeToString()
             await self.call.write(data)
             self.node.counters.sent_bytes += len(data) + FRAME_BYTES
-            self.availability.count(len(data) + FRAME_BYTES)
+            self.limits.count(len(data) + FRAME_BYTES)
 
-    async def _renew_when_due(self, renewal: Renewal) -> None:
-        """Request the next certificate in time, and again if the server refused."""
-        while True:
-            while (due := renewal.due_seconds()) > 0:
-                await asyncio.sleep(min(due, RENEWAL_POLL_SECONDS))
-            request = renewal.request()
-            if request is not None:
-                with contextlib.suppress(*WRITE_ERRORS):
-                    await self.write(ClientFrame(renewal=RenewalFrame(signing_request=request)))
-            await asyncio.sleep(RENEWAL_RETRY_SECONDS)
+    async def _write_if_open(self, frame: ClientFrame) -> None:
+        with contextlib.suppress(*WRITE_ERRORS):
+            await self.write(frame)
 
     async def _tell_progress(self) -> None:
         """While somebody watches, tell how many micro-batches of the plan are done."""
@@ -271,8 +258,7 @@ class ClientStream:
             progress = self.exchange.progress() if self._is_watched else None
             if progress is not None and progress != told:
                 told = progress
-                with contextlib.suppress(*WRITE_ERRORS):
-                    await self.write(ClientFrame(progress=progress))
+                await self._write_if_open(ClientFrame(progress=progress))
 
     async def _leave_when_stopped(self) -> None:
         """After ``Connection.stop``: finish the update, then leave."""

@@ -7,7 +7,8 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 
-from headwater.client.flower.node import Node, NodeAnswer
+from headwater.client.flower.node import Node
+from headwater.client.node_features import NodeAnswer
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Receipt, Reply
 

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from headwater.client.algorithms.run_trainer import run_trainer
-from headwater.client.device.availability import availability_of
 from headwater.client.flower.node import Node
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
@@ -43,7 +42,7 @@ from headwater.common.errors import (
     TaskError,
     TaskFailed,
 )
-from headwater.common.settings.schema import ClientSettings, Settings
+from headwater.common.settings.schema import Settings
 from headwater.common.system.console import start_log, stderr
 from headwater.common.system.heap import use_one_heap
 from headwater.common.system.lasting_output import lasting_output
@@ -267,15 +266,15 @@ def _run_device(run: ForkedRun, part: int, port: int) -> int:
     os.close(log_file)
     threading.Thread(target=_end_with_the_engine, daemon=True).start()
     start_log(verbose=run.is_verbose)
-    settings, layout = run.settings, run.trainer.image.layout
+    settings = run.settings
     torch.set_num_threads(settings.threads or 1)
     app = process_app(settings, part, SharedRound(run.folder / ROUND))
     node = Node(app, run.trainer, identity, settings, run.folder / STATE)
     connection = Connection(
         node,
         [f"127.0.0.1:{port}"],
-        renewal=None,
-        availability=availability_of(ClientSettings(), identity.name, layout),
+        certificate=None,
+        limits=None,
         patience_seconds=PATIENCE_SECONDS,
     )
     try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
-from headwater.client.device.throttle import time_share
+from headwater.client.energy.throttle import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.trainer import Trainer

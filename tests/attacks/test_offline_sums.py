@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,10 @@ def keep_windows(folder: Path, number: int, **changes: Any) -> int:
     device = NodeDevice(0, folder, asynchronous=OFFLINE)
     head = plan(1, **PLAIN, **changes).model_dump_json()
     answer = device.answer("train", head, memoryview(model()))
-    answer = device.node.keep_offline(head, answer)
-    done = 1
-    while done < number:
-        more = device.node.add_offline_window(answer)
-        assert more.error is None
-        if more is answer:
-            break
-        answer, done = more, done + 1
-    return done
+    further = device.node.no_link(head, answer)
+    assert further is not None
+    reports = [json.loads(kept.head_json) for kept in itertools.islice(further, number)]
+    return max(int(report.get("num_windows", 1)) for report in reports)
 
 
 @pytest.mark.parametrize(

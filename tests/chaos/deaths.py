@@ -62,7 +62,7 @@ POINTS = {
     "in its upload": _client("transport.connection:Connection._write"),
     "uploaded, not acknowledged": _client("transport.exchange:Exchange.take_receipt"),
     "acknowledged": _client("transport.exchange:Exchange.take_receipt", "behind"),
-    "handed over": _client("flower.node:Node.remove_spool", "behind"),
+    "handed over": _client("flower.node:Node.delivered", "behind"),
 }
 
 

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 import headwater
+from headwater.client.algorithms.run_trainer import trainer_of
 from headwater.client.commands import take_part
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import AggregatorRefused, HeadwaterError
@@ -102,6 +103,7 @@ def take_part_in_python(state: Path) -> None:
 def test_a_device_loads_the_next_task_when_it_has_freed_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_python: bool
 ) -> None:
+    trainer_of.cache_clear()  # an earlier test may have left this task's
     servers, loading = Servers(num_changes=1), Trainer.__init__
     alive: list[int] = []
 

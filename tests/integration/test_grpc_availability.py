@@ -16,7 +16,7 @@ import pytest
 
 from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import app as own_app
-from headwater.client.device.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
+from headwater.client.energy.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
@@ -79,8 +79,8 @@ def device(
     return Connection(
         Node(own_app, trainer, identity, settings, folder),
         [f"127.0.0.1:{port}"],
-        renewal=None,
-        availability=absence,
+        certificate=None,
+        limits=absence,
         patience_seconds=60,
     )
 

@@ -35,11 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "frozen": ("common/model/adapter.py", "client/flower/frozen_parts.py"),
     "own_parameters": ("common/own_parameters/", "client/own_parameters/"),
     "growing_data": ("client/growing_data/",),
-    "offline": (
-        "common/offline/",
-        "client/flower/offline_sum.py",
-        "client/flower/offline_windows.py",
-    ),
+    "offline": ("common/offline/", "client/offline/"),
     "asynchronous": ("server/asynchronous/", "server/flower/dispatched_plans.py"),
     "tree": (
         *("server/tree/", "server/flower/branches.py", "common/tree/"),
@@ -51,27 +47,25 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tracking": ("server/tracking/",),
     "page": ("server/page/",),
     "same_data": ("client/same_data/", "server/same_data/"),
-    "enrolment": (*("client/enrolment/", "server/enrolment/"),),
-    "energy": (
-        *("client/device/availability.py", "client/device/byte_quota.py"),
-        "client/device/throttle.py",
-    ),
+    "enrolment": ("client/enrolment/", "server/enrolment/"),
+    "energy": ("client/energy/",),
 }
 
 # Applications, commands and services start features; so may the files at the top.
 OUTER = (
     *("client/cli.py", "client/commands.py", "client/api.py", "client/operations/"),
-    *("client/features.py", "client/plan_features.py", "server/rounds/features.py"),
+    *("client/features.py", "client/plan_features.py", "client/node_features.py"),
+    "server/rounds/features.py",
     *("server/cli.py", "server/serve.py", "server/app.py", "server/api.py", "server/__main__.py"),
     *("client/__main__.py", "server/features.py", "server/run_result.py", "server/run_sequence.py"),
 )
 
 LIMITS = {
-    "imports, client": 34,
+    "imports, client": 22,
     "imports, common": 5,
     "imports, server": 28,
     "reads of settings": 34,
     "modules, simulation": 285,
     "modules, server": 187,
-    "modules, client": 179,
+    "modules, client": 176,
 }

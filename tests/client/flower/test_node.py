@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.client.flower.node import NodeAnswer
+from headwater.client.node_features import NodeAnswer
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.session import SecureSession
 from headwater.common.errors import OlderTerm, SessionReplayed, StateError, UpdateNotHeld
@@ -243,11 +243,11 @@ def test_secrets_are_erased_at_a_new_plan_and_on_leaving_the_run(tmp_path: Path)
 
 def test_leaving_the_run_discards_the_update(tmp_path: Path) -> None:
     device = NodeDevice(0, tmp_path)
-    assert not device.node.awaits_session
+    assert not device.node.is_waiting
     ready(device, plan())
-    assert device.node.awaits_session
+    assert device.node.is_waiting
     device.node.leave()
-    assert not device.node.awaits_session
+    assert not device.node.is_waiting
     with pytest.raises(UpdateNotHeld):
         ask(device, KEYS)
 
@@ -258,9 +258,9 @@ def test_a_device_awaits_its_session_until_its_last_answer(tmp_path: Path) -> No
     for one in cohort:
         ready(one, plan())
     play(cohort, opening_of(cohort, plan()), until="masked_update")
-    assert device.node.awaits_session
+    assert device.node.is_waiting
     play(cohort, opening_of(cohort, plan(), attempt=2), until="advertise_keys")
-    assert not device.node.awaits_session  # it refused: its update is spent
+    assert not device.node.is_waiting  # it refused: its update is spent
 
 
 def test_a_masked_vector_is_sent_as_a_view_of_the_accumulator(
@@ -318,10 +318,11 @@ def test_a_device_adds_windows_only_to_a_whole_update_of_its_own_plan(
     node = NodeDevice(0, tmp_path, asynchronous={"offline_windows": 5}).node
     answer = NodeAnswer(message_id="m", head_json='{"round": 5, "steps": []}')
     chosen = plan(5, **{"is_masked": False, "max_windows": 5, **changes})
-    assert node.may_go_on(chosen.model_dump_json(exclude_none=True), answer) == may
+    further = node.no_link(chosen.model_dump_json(exclude_none=True), answer)
+    assert (further is not None) == may
 
 
 def test_a_device_that_loses_its_link_in_a_secure_phase_adds_no_window(tmp_path: Path) -> None:
     node = NodeDevice(0, tmp_path, asynchronous={"offline_windows": 5}).node
     answer = NodeAnswer(message_id="m", head_json='{"name": "0", "scalars": ""}')
-    assert not node.may_go_on('{"members": ["0", "1", "2"]}', answer)
+    assert node.no_link('{"members": ["0", "1", "2"]}', answer) is None

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 
 from headwater.client.app import app
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.client.flower.node import Node, NodeAnswer
+from headwater.client.flower.node import Node
+from headwater.client.node_features import NodeAnswer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.exchange import Exchange
@@ -169,17 +170,19 @@ def test_an_update_that_takes_no_window_without_a_link_is_sent_as_it_is(
     device = Device(tmp_path, asynchronous={"offline_windows": 5})
     privacy = PrivacyTerms(norm_bound=1.0, noise_multiplier=1.0) if is_private else None
     terms: dict[str, Any] = {"max_windows": 5, "privacy": privacy}
-    keep_offline = device.node.keep_offline
+    no_link = device.node.no_link
 
-    def keep_and_damage(plan_json: str, answer: NodeAnswer) -> NodeAnswer:
-        kept = keep_offline(plan_json, answer)
+    def with_damage(plan_json: str, answer: NodeAnswer) -> Iterator[NodeAnswer]:
+        further = no_link(plan_json, answer)
+        assert further is not None
+        yield next(further)
         files = [*tmp_path.rglob("*.offline")]
         assert len(files) == (0 if is_private else 1)
         for file in files:
             file.write_bytes(b"damaged")
-        return kept
+        yield from further
 
-    device.node.keep_offline = keep_and_damage  # type: ignore[method-assign]
+    device.node.no_link = with_damage  # type: ignore[method-assign]
 
     async def story(device: Device) -> None:
         await device.exchange.begin_image(device.image)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.client.app import app
-from headwater.client.device.availability import ROUND_SLACK_BYTES, Availability
+from headwater.client.energy.availability import ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity

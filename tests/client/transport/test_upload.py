@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, cast
 
-from headwater.client.flower.node import Node, NodeAnswer
+from headwater.client.flower.node import Node
+from headwater.client.node_features import NodeAnswer
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
 from headwater.client.training.progress import TrainingProgress

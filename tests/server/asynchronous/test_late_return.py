@@ -12,7 +12,7 @@ import torch
 from flwr.app import Message
 from torch import Tensor, nn
 
-from headwater.client.flower.node import NodeAnswer
+from headwater.client.node_features import NodeAnswer
 from headwater.common.errors import ConnectionLost, StateError
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
@@ -82,11 +82,9 @@ class Link(Wire):
         node, plan_json = self.devices[TRAVELLER].node, records.head_json(message.content)
         vector = records.vector(reply.content) or b""
         head = records.head_json(reply.content)
-        kept = node.keep_offline(
-            plan_json, NodeAnswer(message_id="m", head_json=head, vector=vector)
-        )
-        while node.may_go_on(plan_json, kept):
-            kept = node.add_offline_window(kept)
+        answer = NodeAnswer(message_id="m", head_json=head, vector=vector)
+        for _ in node.no_link(plan_json, answer) or ():
+            pass
 
     def _delivered(self, message: Message) -> Message:
         content, metadata = message.content, message.metadata

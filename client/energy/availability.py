@@ -14,13 +14,16 @@ import datetime as dt
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from headwater.client.device.byte_quota import ByteQuota
-from headwater.common.errors import BytesUsedUp, DeviceAway, OutsideActiveHours, SettingsError
+from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
+from headwater.client.energy.byte_quota import ByteQuota
+from headwater.client.energy.throttle import is_active
+from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.weekly_hours import instant_of, wall_of, weekly
+from headwater.common.transport.wire_pb2 import ServerFrame
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +44,9 @@ ONE_DAY = dt.timedelta(days=1)
 LOOK_AHEAD = dt.timedelta(days=8)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AwayPeriod:
-    """Why the device is away, from which instant, and until which."""
-
-    error: DeviceAway
-    since: dt.datetime
-    """If it is in the future, there is still time until then to send the sum."""
-    until: dt.datetime
-
-
 def has_inactive_hours(chosen: ClientSettings) -> bool:
     """Return whether the settings name hours outside of which the device leaves."""
     return chosen.active_hours is not None and chosen.inactive_share == 0
-
-
-def is_active(chosen: ClientSettings, wall: dt.datetime) -> bool:
-    """Return whether a time of this machine's clock is in the device's active hours."""
-    return chosen.active_hours is None or weekly(chosen.active_hours).holds(wall)
 
 
 def hours_change(
@@ -90,7 +78,7 @@ def utc_now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
 
 
-class Availability:
+class Availability(OwnerLimits):
     """Decides by the owner's settings, the clock and the bytes used whether the device is away."""
 
     def __init__(
@@ -138,6 +126,7 @@ class Availability:
                 self._model_bytes, self._vector_bytes = image_bytes // MOST_COMPRESSED, 0
             path = chosen.state_folder / f"{name}.bytes.json"
             self._quota = ByteQuota(path, bytes_per_day=chosen.bytes_per_day)
+        self.is_set = self._quota is not None or has_inactive_hours(chosen)
         self._away: AwayPeriod | None = None
         self._change: dt.datetime | None = None
         self._computed_at = self._valid_until = now()  # nothing is computed yet
@@ -152,6 +141,38 @@ class Availability:
         """The bytes of a round: of the model as it was sent last, and of an update."""
         return self._model_bytes + self.update_bytes
 
+    def reason_to_leave(
+        self, upload_bytes_per_second: float | None, *, is_idle: bool
+    ) -> AwayPeriod | None:
+        """See ``OwnerLimits``.
+
+        During a round the device must leave when its hours are about to end, or when no byte of the
+        day is left; between two rounds also when the bytes do not suffice for another round.
+        """
+        by_hours = self.by_hours(lead=self.lead_seconds(upload_bytes_per_second))
+        return by_hours or self.by_bytes(self.round_bytes if is_idle else 1)
+
+    def reason_to_decline(
+        self, frame: ServerFrame, update_bytes: Callable[[str], int]
+    ) -> AwayPeriod | None:
+        """See ``OwnerLimits``: it would exceed the day's bytes."""
+        match frame.WhichOneof("kind"):
+            case "image" if frame.image.is_frozen:
+                return self.by_bytes(frame.image.num_bytes + self.update_bytes)
+            case "image":
+                self.expect_model(frame.image.num_bytes)
+                return self.by_bytes(self.round_bytes)
+            case "instruction":
+                is_plan = frame.instruction.message_type == "train"
+                if is_plan:
+                    self.expect_update(update_bytes(frame.instruction.head_json))
+                if frame.small_image:
+                    self.expect_model(len(frame.small_image))
+                    return self.by_bytes(self.round_bytes)
+                return self.by_bytes(self.update_bytes) if is_plan else None
+            case _:
+                return None
+
     def expect_model(self, num_bytes: int) -> None:
         """Take the bytes of the model that the server announces: all of it, or a difference."""
         self._model_bytes = num_bytes
@@ -159,11 +180,6 @@ class Availability:
     def expect_update(self, vector_bytes: int) -> None:
         """Take the bytes of an update as the run's plan has it encoded."""
         self._vector_bytes = vector_bytes
-
-    @property
-    def is_set(self) -> bool:
-        """Whether any setting can keep the device away."""
-        return self._quota is not None or has_inactive_hours(self._chosen)
 
     def used_today(self) -> int:
         """Return the bytes moved today; 0 if they are not counted."""
@@ -235,16 +251,16 @@ class Availability:
         return AwayPeriod(error=error, since=now, until=until)
 
     def seconds_until(self, instant: dt.datetime) -> float:
-        """Return the seconds until an instant; 0 if it is past."""
+        """See ``OwnerLimits``."""
         return max((instant - self._now()).total_seconds(), 0.0)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes sent or received."""
+        """See ``OwnerLimits``."""
         if self._quota is not None:
             self._quota.count(self._today(), num_bytes)
 
     def write(self) -> None:
-        """Write the counted bytes to disk."""
+        """See ``OwnerLimits``."""
         if self._quota is not None:
             self._quota.write()
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.client.device.availability import (
+from headwater.client.device.owner_limits import AwayPeriod
+from headwater.client.energy.availability import (
     LEAD_SECONDS,
     MAX_LEAD_SECONDS,
     ROUND_SLACK_BYTES,
     Availability,
-    AwayPeriod,
-    is_active,
 )
+from headwater.client.energy.throttle import is_active
 from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.sources import load

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.client.device.byte_quota import MAX_DAYS, ByteQuota, with_bytes_added
+from headwater.client.energy.byte_quota import MAX_DAYS, ByteQuota, with_bytes_added
 from headwater.common.errors import StateError
 
 TODAY = dt.date(2026, 11, 21)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import datetime as dt
 
-from headwater.client.device.availability import is_active
 from headwater.client.device.interfaces import TimeShare
 from headwater.common.messages import StopReason, Vitals
 from headwater.common.settings.schema import ClientSettings
+from headwater.common.settings.weekly_hours import weekly
+
+
+def is_active(chosen: ClientSettings, wall: dt.datetime) -> bool:
+    """Return whether a time of this machine's clock is in the device's active hours."""
+    return chosen.active_hours is None or weekly(chosen.active_hours).holds(wall)
 
 
 def time_share(
@@ -28,7 +33,7 @@ def time_share(
     | inactive | ``wall``, its clock, is outside ``active_hours`` | ``inactive_share`` |
 
     A missing sensor reduces nothing, nor does a share of 1. With an inactive share of 0 the device
-    is not connected outside its active hours (``headwater.client.device.availability``).
+    is not connected outside its active hours (``headwater.client.energy.availability``).
     """
     hot, busy = vitals.temperature_celsius, vitals.busy
     is_inactive = wall is not None and chosen.inactive_share > 0 and not is_active(chosen, wall)

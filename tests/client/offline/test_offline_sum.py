@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile, merged
+from headwater.client.offline.offline_sum import OfflineSum, OfflineSumFile, merged
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.messages import MAX_STEPS, Step, UpdateReport
 from tests.plans import plan_of

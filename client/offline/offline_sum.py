@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headwater.client.flower.state_file import read_sampler
 from headwater.client.training.sampler import SamplerState
-from headwater.common.errors import StateError
+from headwater.common.errors import FeatureMissing, StateError
 from headwater.common.messages import MAX_STEPS, Plan, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
@@ -163,7 +163,7 @@ class OfflineSumFile:
             return _parse(json.loads(header["sum"]))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ValidationError, FeatureMissing) as error:
             log.warning("%s is deleted, and its examples are used again: %s", self.path, error)
             self.remove()
             return None

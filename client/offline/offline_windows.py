@@ -1,27 +1,24 @@
 """Carries out further windows of a plan while a device has no link, and delivers their sum.
 
-``client.transport.exchange`` calls for a window after another as long as the link is away; the
+``client.offline.offline_node`` calls for one window after another while the link is away; the
 answer to the next plan is then the sum, if the server still takes it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 
-from flwr.app import ConfigRecord, RecordDict
-
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.flower.offline_sum import OfflineSum, OfflineSumFile
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SAMPLER, offline_name
+from headwater.client.offline.offline_sum import OfflineSum, OfflineSumFile
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
-from headwater.common.messages import Plan, Update
+from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
 
 log = logging.getLogger(__name__)
-
-PLAN = "plan"
 
 
 def offline_file(request: DeviceRequest) -> OfflineSumFile:
@@ -39,38 +36,27 @@ def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
     return min(plan.max_windows, request.settings.asynchronous.offline_windows)
 
 
-def content_to_keep(plan_json: str, report_json: str, vector: memoryview | bytes) -> RecordDict:
-    """Return the content of a message to the device's own app: the update that it is to keep."""
-    array = records.flat_array(vector, dtype="float32")
-    content = records.content_with_head(report_json, array)
-    content[PLAN] = ConfigRecord({"json": plan_json})
-    return content
-
-
-def go_on_offline(request: DeviceRequest) -> RecordDict:
+def go_on_offline(request: DeviceRequest) -> Update | None:
     """Keep an update that waits for a link, or add one more window to the one that is kept.
 
-    A reply with an empty head says that no window can be added: the update is as it was.
+    None says that no window can be added: the update is as it was.
 
     Raises:
         StateError: it cannot be written; or see ``add_window``.
     """
     content = request.message.content
-    plan = content.get(PLAN)
-    if isinstance(plan, ConfigRecord):
-        update = records.read_update(content)
-        kept = OfflineSum(
-            plan=Plan.model_validate_json(str(plan["json"])),
-            report=update.report,
-            sampler=request.sampler,
-        )
-        if num_windows_allowed(request, kept.plan) > 1:
-            offline_file(request).write(kept, update.values_P)
-        return records.update_content(update, as_view=True)
-    summed = add_window(request)
-    if summed is None:
-        return records.content_with_head("", None)
-    return records.update_content(summed, as_view=True)
+    parts = json.loads(records.head_json(content))
+    if not parts:
+        return add_window(request)
+    kept = OfflineSum(
+        plan=Plan.model_validate_json(parts["plan"]),
+        report=UpdateReport.model_validate_json(parts["report"]),
+        sampler=request.sampler,
+    )
+    values_P = records.as_tensor(records.vector(content) or b"")
+    if num_windows_allowed(request, kept.plan) > 1:
+        offline_file(request).write(kept, values_P)
+    return Update(values_P=values_P, report=kept.report)
 
 
 def add_window(request: DeviceRequest) -> Update | None:
