@@ -64,3 +64,8 @@ class CompressionTerms(Terms):
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:
     """Return the bytes of a plain update under these terms; None: float32."""
     return 4 * num_values if terms is None else terms.num_bytes(num_values)
+
+
+def planned_difference_bytes(method: Literal["bfloat16", "int8"], num_values: int) -> int:
+    """Return the length of a difference in bfloat16; in int8 about that of a few rounds'."""
+    return num_values * (2 if method == "bfloat16" else 1)

@@ -49,8 +49,8 @@ def work_text(settings: Settings) -> tuple[str | None, list[str]]:
     """Return a device's work in words, where it is no plain sum of gradients, and notes on it."""
     own, mode = None, settings.secure.aggregation
     if settings.local.is_on:
-        target_batch = import_module("headwater.server.planning.target_batch")
-        own = target_batch.described_local(settings)
+        local_round = import_module("headwater.server.local_training.local_round")
+        own = local_round.described_local(settings)
     return own, [] if mode == "off" else [f"updates are masked ({mode})"]
 
 

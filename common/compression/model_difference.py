@@ -43,11 +43,6 @@ DifferenceMethod = Literal["bfloat16", "int8"]
 METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
 
 
-def planned_difference_bytes(method: DifferenceMethod, num_values: int) -> int:
-    """Return the length of a difference in bfloat16; in int8 about that of a few rounds'."""
-    return num_values * (2 if method == "bfloat16" else 1)
-
-
 def checked_method(method: str, num_bytes: int, num_values: int) -> DifferenceMethod:
     """Return a method by its name, if it has differences of such a length.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.common.compression.model_difference import planned_difference_bytes
-from headwater.common.compression_terms import update_bytes
+from headwater.common.compression_terms import planned_difference_bytes, update_bytes
 from headwater.common.settings.schema import Settings
 
 

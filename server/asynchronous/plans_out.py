@@ -21,7 +21,7 @@ from headwater.common.messages import Plan, UpdateReport
 from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
-from headwater.server.planning.plan_messages import algorithm_of
+from headwater.server.local_training.local_plans import algorithm_of
 
 log = logging.getLogger(__name__)
 

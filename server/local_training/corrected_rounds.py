@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from headwater.common.additivity.penalty import has_penalty
+from headwater.common.errors import SettingsError
+from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.local_training.step_correction import correct_steps
-from headwater.server.rounds.features import RunFeature
+from headwater.server.rounds.features import RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 
 
 class CorrectedRounds(RunFeature):
     """Multiplies the mean by the mean length of the devices' paths."""
+
+    def __init__(self, run: RunState) -> None:
+        """Check that the local optimizer can be made, and that an algorithm takes all steps.
+
+        Raises:
+            SettingsError: it cannot, or the task has a penalty beside it.
+        """
+        local, algorithm = run.settings.local, run.settings.algorithm.name
+        if algorithm is not None and has_penalty(run.task):
+            raise SettingsError(
+                f"the task has a penalty, and the client algorithm {algorithm} takes its own steps",
+                remedy="add the penalty's gradient in the algorithm, and leave it out of the task",
+            )
+        if algorithm is None:
+            terms = local.terms(run.settings.plan)
+            local_optimizer(terms, run.image.trainable(), rate=local.rate)
 
     def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
         reports = opened.accepted if opened.releases_reports else {}

@@ -9,7 +9,6 @@ from headwater.common.messages import MAX_STEPS
 from headwater.common.wording import counted
 from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import Assignment, SizeBound
-from headwater.server.planning.target_batch import LocalRound
 
 # A turn or a transfer is mentioned if it takes at least this part of the round.
 NOTABLE = 0.05
@@ -19,19 +18,18 @@ def of_plan(
     assignment: Assignment,
     *,
     finish_seconds: float | None = None,
-    local: LocalRound | None = None,
-    local_steps: int = 1,
+    quota_words: str | None = None,
+    more_words: str = "",
 ) -> str:
-    """Return what bound the quota and the micro-batch size, and the number of local steps.
+    """Return what bound the quota and the micro-batch size; ``quota_words`` replace the first.
 
     As in "speed-bound: 40 examples until 10.2 s; memory-bound: 3 examples fit in 410 MiB".
     """
     if assignment.exception is not None:
         return f"{assignment.exception}; {_of_size(assignment)}"
     until = "" if finish_seconds is None else f" until {_seconds(finish_seconds)}"
-    cut = "" if local is None else f" in {counted(local_steps, 'local step')}"
-    quota = _of_quota(assignment, local)
-    return f"{quota}{until}{_of_cuts(assignment)}{cut}; {_of_size(assignment)}"
+    quota = _of_quota(assignment) if quota_words is None else quota_words
+    return f"{quota}{until}{_of_cuts(assignment)}{more_words}; {_of_size(assignment)}"
 
 
 def of_too_slow(seconds: float, of_seconds: float) -> str:
@@ -44,15 +42,11 @@ def of_lateness(times: int) -> str:
     return f"it came too late {times} times in a row"
 
 
-def _of_quota(assignment: Assignment, local: LocalRound | None) -> str:
+def _of_quota(assignment: Assignment) -> str:
     quota, steps = assignment.quota, assignment.accumulation_steps
     estimate, size = assignment.estimate, assignment.max_micro_batch_size
-    if local is not None and local.epochs and quota == local.epochs * estimate.num_examples:
-        return (
-            f"{counted(local.epochs, 'epoch')} of its {counted(estimate.num_examples, 'example')}"
-        )
     if steps is not None:
-        is_short = local is None and quota < steps * size and quota == estimate.num_examples
+        is_short = quota < steps * size and quota == estimate.num_examples
         return f"K set to {steps}" + (f", all its {counted(quota, 'example')}" if is_short else "")
     if quota == estimate.num_examples:
         return f"all its {counted(quota, 'example')}"

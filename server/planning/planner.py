@@ -45,7 +45,7 @@ from headwater.server.planning.equal_finish import (
     share_wait,
 )
 from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
-from headwater.server.planning.target_batch import LocalRound
+from headwater.server.planning.features import Demand
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.
@@ -164,7 +164,7 @@ def assign(
     target: int,
     deadline_seconds: float | None = None,
     costs: TransferCosts = NO_COSTS,
-    local: LocalRound | None = None,
+    demand: Demand | None = None,
 ) -> dict[str, Assignment]:
     """Assign a quota of at least one example and a micro-batch size to every client, by name.
 
@@ -173,7 +173,7 @@ def assign(
     With ``accumulation_steps`` set, each gets K micro-batches of the same size, or all examples
     that it owns if these are fewer. Otherwise quotas are by equal finish, and their sum is
     ``target`` examples if the clients' bounds and the deadline allow it; no client gets more than
-    it owns, or, with ``local`` training, more than ``LocalRound.most``. Clients for which
+    it owns, or more than ``demand`` allows. Clients for which
     everything that enters a plan is the same share one assignment.
     """
     if not names:
@@ -181,12 +181,12 @@ def assign(
     steps = chosen.accumulation_steps
     known = EstimateColumns.of(estimates)
     reasons = list(map(exceptions.get, names))
-    sizes, bounds = micro_batch_sizes(known, chosen, local)
+    sizes, bounds = micro_batch_sizes(known, chosen, demand)
     limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
     inputs = [known.num_examples, known.deadline_share, limits, bounds, known.base, known.each]
     if steps is not None:
         nothing = np.zeros(len(names))
-        quotas = _set_quotas(steps * sizes, known, local)
+        quotas = _set_quotas(steps * sizes, known, demand)
         times: list[Floats] = [nothing + 1.0, nothing, nothing, nothing]
     else:
         is_exception = np.array([reason is not None for reason in reasons])
@@ -195,7 +195,7 @@ def assign(
             *(known, sizes, is_exception, transfers),
             deadline_seconds,
             costs.turn_seconds,
-            most=_most(known, sizes, local),
+            most=_most(known, sizes, demand),
         )
         quotas, *parts = _equal_quotas(
             *(cohort, target, deadline_seconds),
@@ -220,20 +220,20 @@ def assign(
     return assigned
 
 
-def _set_quotas(each: Ints, known: EstimateColumns, local: LocalRound | None) -> Ints:
-    """Return the quotas where K is set: ``each`` for one sum, or for each local step."""
-    if local is None:
+def _set_quotas(each: Ints, known: EstimateColumns, demand: Demand | None) -> Ints:
+    """Return the quotas where K is set, to ``each`` examples."""
+    if demand is None:
         return np.minimum(each, known.num_examples)
-    return local.steps * each if local.epochs is None else local.most(known.num_examples)
+    return demand.set_quotas(each, known.num_examples)
 
 
-def _most(known: EstimateColumns, sizes: Ints, local: LocalRound | None) -> Ints:
+def _most(known: EstimateColumns, sizes: Ints, demand: Demand | None) -> Ints:
     """Return the most examples of each client; a report lists MAX_STEPS micro-batches at most."""
-    if local is None:
+    if demand is None:
         return np.minimum(known.num_examples, MAX_STEPS * sizes)
-    per_step = -(-local.step_examples // sizes)
+    per_step = -(-demand.step_examples // sizes)
     return np.minimum(
-        local.most(known.num_examples), MAX_STEPS * local.step_examples // per_step
+        demand.most(known.num_examples), MAX_STEPS * demand.step_examples // per_step
     ).astype(np.int64)
 
 
@@ -270,7 +270,7 @@ def _equal_quotas(
 
 
 def micro_batch_sizes(
-    known: EstimateColumns, chosen: settings.PlanSettings, local: LocalRound | None = None
+    known: EstimateColumns, chosen: settings.PlanSettings, demand: Demand | None = None
 ) -> tuple[Ints, Ints]:
     """Return the largest micro-batches that fit in the clients' memories, and what bound each.
 
@@ -279,7 +279,7 @@ def micro_batch_sizes(
     most what the device measured to be the fastest, and the examples that it owns. The bounds are
     indices of SIZE_BOUNDS.
     """
-    held = 0 if local is None else local.held_bytes
+    held = 0 if demand is None else demand.held_bytes
     fitting = _fitting_sizes(known, chosen.memory_fraction, held_bytes=held)
     if chosen.micro_batch_size is not None or chosen.accumulation_steps is not None:
         largest = chosen.micro_batch_size or chosen.set_micro_batch_size
@@ -290,9 +290,9 @@ def micro_batch_sizes(
         fastest = np.where(known.fastest > 0, known.fastest, np.inf)
         owned = known.num_examples.astype(np.float64)
         limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, owned, fitting]
-    if local is not None:
+    if demand is not None:
         kinds.append(SizeBound.STEP)
-        limits.append(np.full_like(fitting, local.step_examples))
+        limits.append(np.full_like(fitting, demand.step_examples))
     rows = np.stack(limits)
     first = rows.argmin(axis=0)  # of equal limits the first
     indices = np.array([SIZE_BOUNDS.index(kind) for kind in kinds])
@@ -302,7 +302,7 @@ def micro_batch_sizes(
 def _fitting_sizes(known: EstimateColumns, fraction: float, *, held_bytes: int = 0) -> Floats:
     """Return the largest micro-batches that fit in memory; 2^40 where that is unknown.
 
-    ``held_bytes`` are those of local steps, which no measured peak contains.
+    ``held_bytes`` are those of a demand, which no measured peak contains.
     """
     limit, slope = known.memory_limit, known.bytes_per_example
     is_known = (limit >= 0) & (slope > 0)

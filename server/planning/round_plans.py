@@ -36,10 +36,10 @@ from headwater.server.planning.exclusions import (
     sit_out,
     without_owners,
 )
+from headwater.server.planning.features import PlanningFeature, planning_features
 from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
-from headwater.server.planning.share_limit import limited_quotas, limited_weights
 from headwater.server.planning.target_batch import Target
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class RoundPlanner:
     frozen: str | None = None
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
+    features: Sequence[PlanningFeature] = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     is_simulated: bool = False
     """Whether the clients' clocks are a simulator's: the fleet file then sets unlike speeds."""
@@ -99,13 +100,12 @@ class RoundPlanner:
     """Whether the log says that the target is more than the clients' data allow."""
     _has_logged_below: bool = False
     """Whether the log says which clients have hardly a share."""
-    _has_logged_share: bool = False
-    """Whether the log says that masked quotas are cut."""
 
     def __post_init__(self) -> None:
         """Begin without known clients."""
         is_by_data = self.settings.cohort.weighting == "dataset"
         self.known = KnownClients(is_k_set=self._is_k_set, is_by_data=is_by_data)
+        self.features = planning_features(self.settings, self.layout)
 
     @property
     def _is_k_set(self) -> bool:
@@ -155,20 +155,21 @@ class RoundPlanner:
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
         """Return the request for a client's description of itself, when it joins or is left out."""
-        return DescribeRequest(
+        request = DescribeRequest(
             run_seed=self.settings.seed,
-            # With K set no quota follows from the speed, but when a masked plan is answered.
-            wants_speed=not self._is_k_set or self.settings.secure.aggregation != "off",
+            wants_speed=not self._is_k_set,  # with K set no quota follows from the speed
             precision=self.settings.plan.precision,
             layout_digest=self.layout.digest,
             num_parameters=self.layout.num_parameters,
             layout=self.layout.text,
             held_out_fraction=held_out_fraction(self.settings.evaluation),
             held_out=self.settings.evaluation.held_out,
-            algorithm=self.settings.algorithm.label,
             left_out=left_out,
             frozen=self.frozen,
         )
+        for feature in self.features:
+            request = feature.describe(request)
+        return request
 
     def plan(
         self,
@@ -213,7 +214,7 @@ class RoundPlanner:
         estimates = [self.known.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
         target = self.target.open(num_invited=len(names), owned=owned.values())
-        if num_updates is not None and self.target.local is None:
+        if num_updates is not None and self.target.demand is None:
             target = -(-target * len(names) // min(num_updates, len(names)))
         self._log_target(round_number, target, owned)
         assigned: Mapping[str, Assignment] = self.decisions.assign(
@@ -224,21 +225,14 @@ class RoundPlanner:
             target=target,
             deadline_seconds=self.settings.cohort.deadline_seconds,
             costs=costs,
-            local=self.target.local,
+            demand=self.target.demand,
         )
         weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
         assigned = assigned if not busy else {name: assigned[name] for name in selection.names}
         bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
-        is_masked = self.settings.secure.aggregation != "off"
-        if is_masked:
-            secure = self.settings.secure
-            planned = sum(one.quota for one in assigned.values())
-            assigned = limited_quotas(
-                assigned, max_share=secure.max_share, min_quota=secure.min_quota
-            )
-            self._log_share(round_number, planned, assigned)
-            weights = limited_weights(weights, max_share=secure.max_share)
+        for feature in self.features:
+            assigned, weights = feature.limit(assigned, weights, round_number=round_number)
         below = self._below_share(assigned, exceptions)
         self._log_below(round_number, below, assigned)
         self._log(round_number, selection, bounded)
@@ -251,9 +245,8 @@ class RoundPlanner:
                 counted=counted,
                 weights=weights,
                 micro_batch_size=self.target.micro_batch_size,
-                local=self.target.local,
                 frozen=self.frozen,
-                has_own_parameters=bool(self.layout.local),
+                features=self.features,
             ),
             owned=owned,
             left_out=selection.left_out | excluded,
@@ -263,9 +256,7 @@ class RoundPlanner:
             num_bounded=len(bounded),
             below_share=below,
             # A busy client may have left.
-            metrics=_common_metrics([clients.reports[n] for n in names if n in clients.reports])
-            if is_masked
-            else (),
+            metrics=self._metrics([clients.reports[n] for n in names if n in clients.reports]),
         )
 
     def _select(
@@ -358,23 +349,9 @@ class RoundPlanner:
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
 
-    def _log_share(
-        self, round_number: int, planned: int, assigned: Mapping[str, Assignment]
-    ) -> None:
-        """Log, once in a run, that masked quotas are cut to what the clients accept."""
-        left = sum(one.quota for one in assigned.values())
-        if self._has_logged_share or left >= planned:
-            return
-        self._has_logged_share = True
-        log.warning(
-            "round %d: %s are planned instead of %s: under masks a client accepts no more than %g "
-            "of the sum as its own (secure.max_share), and these clients differ too much in speed; "
-            "more clients, or a larger secure.max_share on server and clients, allow more",
-            round_number,
-            counted(left, "example"),
-            f"{planned:,}",
-            self.settings.secure.max_share,
-        )
+    def _metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+        found = (feature.metrics(reports) for feature in self.features)
+        return next((names for names in found if names), ())
 
     def _below_share(
         self, assigned: Mapping[str, Assignment], exceptions: Mapping[str, str]
@@ -383,8 +360,8 @@ class RoundPlanner:
 
         Not those that own no more examples, and none where K or the local epochs are set.
         """
-        local = self.target.local
-        if self._is_k_set or (local is not None and local.epochs is not None) or not assigned:
+        demand = self.target.demand
+        if self._is_k_set or (demand is not None and demand.has_set_shares) or not assigned:
             return ()
         least = self.settings.plan.least_share
         even = sum(one.quota for one in assigned.values()) / len(assigned)
@@ -396,14 +373,11 @@ class RoundPlanner:
         )
 
     def to_measure(self, planned: RoundPlans, *, round_number: int) -> dict[str, DescribeRequest]:
-        """Return the requests to clients of a masked round that are to measure their speed again.
-
-        These are the clients with less than half of an even share of the examples.
-        """
-        if self._is_k_set or self.settings.secure.aggregation == "off" or not planned.plans:
+        """Return the requests to clients that are to measure their speed again."""
+        if self._is_k_set or not planned.plans:
             return {}
-        even = sum(plan.quota for plan in planned.plans.values()) / len(planned.plans)
-        slow = [name for name, plan in planned.plans.items() if plan.quota < even / 2]
+        quotas = {name: plan.quota for name, plan in planned.plans.items()}
+        slow = [name for feature in self.features for name in feature.to_measure(quotas)]
         due = self.known.to_measure(slow, round_number=round_number)
         return dict.fromkeys(due, self.describe_request())
 
@@ -436,7 +410,7 @@ class RoundPlanner:
     def _log_target(self, round_number: int, target: int, owned: Mapping[str, int]) -> None:
         """Log, once in a run, that the target is more than all examples of the cohort."""
         num_owned = sum(owned.values())
-        is_by_data = self._is_k_set or self.target.local is not None
+        is_by_data = self._is_k_set or self.target.demand is not None
         if is_by_data or self._has_logged_target or target <= num_owned:
             return
         self._has_logged_target = True
@@ -454,9 +428,3 @@ def _epoch_examples(owned: Collection[int], num_connected: int) -> int | None:
     if not owned or len(numbers) < len(owned):
         return None
     return round(sum(numbers) / len(numbers) * num_connected)
-
-
-def _common_metrics(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
-    """Return the names of metrics that most devices told; all members mask the same numbers."""
-    kinds = [report.metrics for report in reports]
-    return max(sorted(set(kinds)), key=kinds.count, default=())

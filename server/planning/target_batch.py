@@ -13,18 +13,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headwater.common.errors import CheckpointCorrupt
-from headwater.common.optimizers.local_optimizer import held_bytes
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings import schema as settings
-from headwater.common.settings.schema import Settings
-from headwater.common.wording import counted
+from headwater.server.planning.features import Demand
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
 
-Ints = NDArray[np.int64]
 TargetBy = Literal["examples", "tokens", "noise scale"]
 
 # The target at most doubles or halves from one round to the next: the noise scale of the first
@@ -92,71 +85,6 @@ def evened(quota: int, micro_batch_size: int) -> int:
     return max(math.ceil(quota / num_micro_batches), 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalRound:
-    """The work of a round of local training, before it is divided by speed.
-
-    Passes over its own data are each device's own number of examples. Local steps are H of B
-    examples for a device of mean speed; as with K, a slower device takes fewer, a faster one more,
-    as long as it has examples that it has not used in the round.
-    """
-
-    step_examples: int
-    """B, the examples of one local step of one device."""
-    epochs: int | None
-    """E; None if H is set."""
-    steps: int
-    """H; 1 if E is set."""
-    is_equal: bool
-    """Whether every device takes H steps, a slow one of fewer examples: K is set, or the plans are
-    masked, whose members must not differ in what makes one update longer than another."""
-    held_bytes: int
-    """What the steps hold beside model and gradient: the start, and the optimizer's state."""
-
-    def target(self, owned: Collection[int]) -> int:
-        """Return the examples of a round of clients that own so many."""
-        if self.epochs is not None:
-            return self.epochs * sum(owned)
-        return self.steps * self.step_examples * len(owned)
-
-    def most(self, num_examples: Ints) -> Ints:
-        """Return the most examples of each client."""
-        if self.epochs is not None:
-            return self.epochs * num_examples
-        return np.maximum(num_examples, self.steps * self.step_examples)
-
-    def num_steps(self, quota: int, *, num_examples: int) -> int:
-        """Return the steps of a client that owns so many examples: of about B each.
-
-        A whole number of passes has a whole number of steps in each.
-        """
-        if self.is_equal and self.epochs is None:
-            return self.steps
-        if self.epochs is None:
-            return min(max(round(quota / self.step_examples), 1), quota)
-        per_pass = -(-num_examples // self.step_examples)
-        return max(round(quota * per_pass / num_examples), 1)
-
-
-def local_round(chosen: Settings, *, num_parameters: int) -> LocalRound | None:
-    """Return a round's local work by the settings; None if devices sum exactly.
-
-    Raises:
-        SettingsError: the local optimizer cannot be made.
-    """
-    local, plan = chosen.local, chosen.plan
-    if not local.is_on:
-        return None
-    terms = local.terms(plan) if chosen.algorithm.name is None else LocalTerms()
-    return LocalRound(
-        step_examples=local.step_examples(plan),
-        epochs=local.num_epochs,
-        steps=local.num_steps,
-        is_equal=plan.accumulation_steps is not None or chosen.secure.aggregation != "off",
-        held_bytes=held_bytes(terms, num_parameters=num_parameters),
-    )
-
-
 class Target:
     """The target of the current round, and the state that it follows from."""
 
@@ -165,13 +93,13 @@ class Target:
         plan: settings.PlanSettings,
         *,
         max_weight_per_example: int,
-        local: LocalRound | None = None,
+        demand: Demand | None = None,
     ) -> None:
-        """Start before the first round; ``local`` is the work of local training."""
+        """Start before the first round; ``demand`` replaces the target batch."""
         self._plan = plan
         self._max_weight = max_weight_per_example
-        self.local = local
-        self.by = target_by(plan) if local is None else None
+        self.demand = demand
+        self.by = target_by(plan) if demand is None else None
         self.noise_scale = NoiseScale()
         self._seen = BatchTotals()
         self._followed = plan.effective_batch_size
@@ -195,7 +123,7 @@ class Target:
     def open(self, *, num_invited: int, owned: Collection[int] = ()) -> int:
         """Return the target of a round, in examples; the invited clients own ``owned``."""
         self._num_invited = num_invited
-        return self.num_examples if self.local is None else self.local.target(owned)
+        return self.num_examples if self.demand is None else self.demand.target(owned)
 
     def micro_batch_size(self, quota: int, planned: int) -> int:
         """Return the micro-batch size for a quota: as planned, or one that shows the noise."""
@@ -252,22 +180,6 @@ class Target:
             self._followed = int(state["followed"])
         except KeyError as error:
             raise CheckpointCorrupt(f"the state of the target has no {error}") from error
-
-
-def described_local(chosen: Settings) -> str:
-    """Return a line that describes the work of local training."""
-    local, plan = chosen.local, chosen.plan
-    steps = f"steps of {counted(local.step_examples(plan), 'example')}"
-    if local.num_epochs is not None:
-        amount = f"{counted(local.num_epochs, 'epoch')} in {steps}"
-    else:
-        amount = f"{local.num_steps:,} {steps} on each device"
-    own = f"local {local.kind} at {local.rate:g}"
-    pull = f", proximal {local.mu:g}" if local.mu else ""
-    corrected = ", normalized" if local.terms(plan).is_normalized else ""
-    if chosen.algorithm.name is not None:
-        own, pull, corrected = f"the client algorithm {chosen.algorithm.label}", "", ""
-    return f"{amount} of {own}{pull}{corrected}"
 
 
 def described(plan: settings.PlanSettings, *, max_weight_per_example: int) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from headwater.common.errors import SettingsError
+from headwater.common.task import weight_unit
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
@@ -20,7 +22,19 @@ class PrivateRounds(RunFeature):
     """Spends a run's privacy, round by round."""
 
     def __init__(self, run: RunState) -> None:
+        """Open nothing yet.
+
+        Raises:
+            SettingsError: the task's weights are no whole numbers.
+        """
         self._run = run
+        if (unit := weight_unit(run.task)) != 1:
+            raise SettingsError(
+                f"the task counts weights in units of {unit:g}, and privacy clips what each "
+                "example or device adds to a sum of whole weights",
+                remedy="leave weight_unit out of the task and scale the loss, or train without "
+                "privacy",
+            )
         num_values = run.image.layout.num_parameters
         self.privacy = RunPrivacy(run.settings, num_values=num_values)
         """What the rounds' noise has spent."""

@@ -200,7 +200,7 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "headwater.server.secagg.masked_rounds:MaskedRounds",
     ),
     "local_training": (
-        lambda settings: settings.local.is_on,
+        lambda settings: settings.local.is_on or settings.algorithm.name is not None,
         "headwater.server.local_training.corrected_rounds:CorrectedRounds",
     ),
     "selection": (

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any, overload
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
-from headwater.common.privacy_terms import Unit
 from headwater.common.stats.gradient_noise import estimates_after_steps
 from headwater.server.planning.target_batch import TargetBy
 
@@ -129,7 +128,7 @@ class RoundRow:
     epsilon: float | None = None
     delta: float | None = None
     noise_multiplier: float | None = None
-    privacy_unit: Unit | None = None
+    privacy_unit: str | None = None
     # The clip norm of a private round. If it follows a quantile: the share of updates within it,
     # under noise, which may lead out of 0..1.
     clip_norm: float | None = None

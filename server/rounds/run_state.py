@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
-from headwater.common.optimizers.local_optimizer import local_optimizer
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
-from headwater.common.task import load_task, max_weight_per_example, tell_round, weight_unit
+from headwater.common.task import load_task, max_weight_per_example, tell_round
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
@@ -31,9 +31,10 @@ from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import BranchOrder, Fleet
+from headwater.server.planning.features import demand_in, planning_features
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
-from headwater.server.planning.target_batch import BatchTotals, Target, local_round
+from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
 from headwater.server.rounds.initial_model import load_initial
@@ -94,15 +95,12 @@ class Training:
                 remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
             )
         self.max_weight_per_example = max_weight_per_example(self.task)
-        self._check_terms()
+        self._check_penalty()
         self.target = Target(
             settings.plan,
             max_weight_per_example=self.max_weight_per_example,
-            local=local_round(settings, num_parameters=self.image.layout.num_parameters),
+            demand=demand_in(planning_features(settings, self.image.layout)),
         )
-        if self.target.local is not None and settings.algorithm.name is None:
-            terms = settings.local.terms(settings.plan)
-            local_optimizer(terms, self.image.trainable(), rate=settings.local.rate)  # or refuse it
         self.planner = RoundPlanner(
             settings,
             self.target,
@@ -127,26 +125,12 @@ class Training:
         self.features: dict[str, RunFeature] = run_features(self)
         """What the settings ask for beyond plain rounds, by name and in order."""
 
-    def _check_terms(self) -> None:
-        """Check that the settings go with the task's own terms, and that its penalty works.
+    def _check_penalty(self) -> None:
+        """Check that the task's penalty works.
 
         Raises:
-            SettingsError: they do not.
             TaskFailed, TaskError: see ``headwater.common.additivity.penalty``.
         """
-        unit, algorithm = weight_unit(self.task), self.settings.algorithm.name
-        if unit != 1 and self.settings.privacy.is_on:
-            raise SettingsError(
-                f"the task counts weights in units of {unit:g}, and privacy clips what each "
-                "example or device adds to a sum of whole weights",
-                remedy="leave weight_unit out of the task and scale the loss, or train without "
-                "privacy",
-            )
-        if algorithm is not None and has_penalty(self.task):
-            raise SettingsError(
-                f"the task has a penalty, and the client algorithm {algorithm} takes its own steps",
-                remedy="add the penalty's gradient in the algorithm, and leave it out of the task",
-            )
         if has_penalty(self.task):
             add_penalty(self.task, self.image, torch.zeros(self.image.layout.num_parameters))
 
@@ -311,7 +295,7 @@ class Training:
             sent_weight=done.weight,
         )
         noise = None
-        is_exact = not self.settings.local.is_on and self.settings.algorithm.name is None
+        is_exact = not any(plan.moves_model for plan in islice(opened.plans.values(), 1))
         if done.noise is not None and is_exact:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,7 +45,9 @@ from headwater.simulation.vectorised.passes import (
 )
 from headwater.simulation.vectorised.per_example import PerExampleModel
 from headwater.simulation.vectorised.round_columns import Floats, RoundColumns
-from headwater.simulation.vectorised.stacked_steps import StackedSteps
+
+if TYPE_CHECKING:
+    from headwater.simulation.vectorised.stacked_steps import StackedSteps
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +152,8 @@ class BatchedCompute:
             raise VectorsTooLarge(
                 f"local steps of {num_parameters:,} parameters are no faster in one pass"
             )
+        from headwater.simulation.vectorised.stacked_steps import StackedSteps
+
         steps = StackedSteps(
             devices.trainer,
             self._examples,

@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.client.local_training.step_sums import step_sums
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import MicroBatchResult
@@ -29,10 +28,7 @@ from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
-from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
-from headwater.common.optimizers.local_optimizer import held_bytes
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.fleet import Dropout
 from headwater.simulation.compute.plan_columns import PlanColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -212,10 +208,14 @@ def _predict_steady(
 
 def _held_bytes(devices: Devices, plan: Plan) -> int:
     """Return what the plan's local steps hold beside model and gradient; 0 for an exact sum."""
-    local = plan.of(LocalPlan)
-    if local is None or not local.takes_steps:
+    if not plan.repeats_examples:
         return 0
-    number = devices.trainer.image.layout.num_parameters
+    from headwater.common.local_training.terms import LocalPlan
+    from headwater.common.optimizers.local_optimizer import held_bytes
+    from headwater.common.optimizers.local_terms import LocalTerms
+
+    local, number = plan.of(LocalPlan), devices.trainer.image.layout.num_parameters
+    assert local is not None
     return held_bytes(local.how or LocalTerms(), num_parameters=number)
 
 
@@ -228,7 +228,11 @@ def _num_steps(plans: PlanColumns) -> Ints:
 
 def _local_step_sizes(plan: Plan) -> Ints:
     """Return the examples of each local step that has some (``LocalPlan.bounds``)."""
-    steps = (plan.of(LocalPlan) or PLAIN).steps
+    from headwater.common.local_training.terms import LocalPlan
+
+    local = plan.of(LocalPlan)
+    assert local is not None
+    steps = local.steps
     ends = plan.quota * np.arange(steps + 1) // steps
     sizes: Ints = np.diff(ends)
     return sizes[sizes > 0]
@@ -369,6 +373,8 @@ def _simulate(devices: Devices, client: ClientPlan) -> _SimulatedClient:
     total = WindowSum(micro_batch_size=plan.micro_batch_size)
     num_steps: list[int] = []
     if plan.repeats_examples:
+        from headwater.client.local_training.step_sums import step_sums
+
         with context.memory.holding(_held_bytes(devices, plan)):
             for step in step_sums(plan, window, context, rules, before=total, add=_advance):
                 num_steps.append(len(step.total.steps) - sum(num_steps))

@@ -15,7 +15,6 @@ from dataclasses import replace
 import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.compression.error_feedback import encoded_update
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.flower.sent_model import SentModel
@@ -173,6 +172,8 @@ class OneByOne:
         """
         devices, values_P, coding = self._devices, update.values_P, plan.coding
         if coding is not None:
+            from headwater.client.compression.error_feedback import encoded_update
+
             _, data = encoded_update(update, plan, devices.error_feedback(part))
             coding.read(data, update.name, values_P.numel()).decode_into(values_P)
         faults = devices.falsifications(part, round_number=plan.round)

@@ -6,13 +6,11 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from headwater.client.algorithms.run_trainer import run_trainer
-from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
-from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import local_file
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
@@ -36,6 +34,9 @@ from headwater.simulation.fleet.virtual_hardware import (
     build_hardware,
     virtual_hardware,
 )
+
+if TYPE_CHECKING:
+    from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,9 @@ class Devices:
     def error_feedback(self, part: int) -> ErrorFeedback:
         """Return what a device's compressed updates left out; kept as ``local_store`` keeps."""
         name, out, kept = self.identities.name(part), self.settings.out, self._residuals
+        from headwater.client.compression.error_feedback import ErrorFeedback
+        from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
+
         slots: ResidualSlots = ResidualsByCall(
             f"device {name}",
             load=lambda slot: kept.get((part, slot)),

@@ -17,7 +17,7 @@ from tests.processes import free_port
 
 # The settings of features, as fields of ``Settings``.
 OF_FEATURES = frozenset(
-    ("secure", "privacy", "compression", "local", "asynchronous", "aggregation", "algorithm")
+    ("secure", "privacy", "compression", "local", "asynchronous", "algorithm", "rule", "attackers")
 )
 COUNT = """
 import atexit, json, sys
@@ -69,7 +69,7 @@ def found_reads() -> list[str]:
                 holder = node.value
                 last = holder.attr if isinstance(holder, ast.Attribute) else ""
                 last = holder.id if isinstance(holder, ast.Name) else last
-                if last.lstrip("_") in ("settings", "chosen"):
+                if last.lstrip("_") in ("settings", "chosen", "aggregation"):
                     found.append(f"{name}:{node.lineno} reads settings.{node.attr}")
     return found
 

@@ -19,9 +19,10 @@ from headwater.common.errors import HeadwaterError, LateUpdate
 from headwater.common.messages import DeviceReport, Plan, Update, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
+from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.round_plans import RoundPlanner
-from headwater.server.planning.target_batch import Target, local_round
+from headwater.server.planning.target_batch import Target
 from tests.plans import local_of
 from tests.tasks import TwoLayers, examples
 from tests.training_contexts import FakeClock, training_context
@@ -52,7 +53,7 @@ class Rounds:
         settings = load(None, {**chosen, "cohort.deadline_seconds": deadline})
         layout = build_model(TwoLayers(), seed=0).layout
         local = local_round(settings, num_parameters=layout.num_parameters)
-        target = Target(settings.plan, max_weight_per_example=1, local=local)
+        target = Target(settings.plan, max_weight_per_example=1, demand=local)
         self.planner = RoundPlanner(settings, target, layout)
         self.reports = {
             name: DeviceReport(

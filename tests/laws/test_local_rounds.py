@@ -24,9 +24,10 @@ from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
+from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.round_plans import RoundPlanner
-from headwater.server.planning.target_batch import Target, local_round
+from headwater.server.planning.target_batch import Target
 from tests.plans import changed, local_of
 from tests.python_tasks import Signs
 from tests.tasks import TwoLayers, examples
@@ -52,7 +53,7 @@ def planned(
     """Return the plans of round 1; ``seconds`` are those of an example on each device."""
     layout = build_model(TwoLayers(), seed=0).layout
     local = local_round(settings, num_parameters=layout.num_parameters)
-    target = Target(settings.plan, max_weight_per_example=1, local=local)
+    target = Target(settings.plan, max_weight_per_example=1, demand=local)
     reports = {
         name: DeviceReport(
             name=name,

@@ -32,7 +32,6 @@ MUST_NOT_IMPORT = {
         *("server/transport", "server/flower", "server/operations", "server/secagg"),
         *("server/robust", "server/local_training"),
     ),
-    "server/secagg": ("server/planning",),
     "server/transport": (
         *("server/rounds", "server/planning", "server/secagg", "server/operations"),
     ),

@@ -13,8 +13,8 @@ from headwater.common.compression.model_difference import (
     move_towards,
     movement,
     movement_from_zero,
-    planned_difference_bytes,
 )
+from headwater.common.compression_terms import planned_difference_bytes
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
 

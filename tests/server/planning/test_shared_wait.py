@@ -125,7 +125,7 @@ def test_a_client_that_hardly_has_a_share_is_named_once_with_what_to_set(
 ) -> None:
     settings = load(None, {"task": "none"})
     layout = build_model(TwoLayers(), seed=0).layout
-    target = Target(settings.plan, max_weight_per_example=1, local=None)
+    target = Target(settings.plan, max_weight_per_example=1, demand=None)
     planner = RoundPlanner(settings, target, layout)
     reports = {
         name: DeviceReport(
@@ -155,7 +155,7 @@ def test_a_masked_client_with_a_small_share_measures_again_after_rounds_2_4_and_
     settings = load(None, {"task": "none", "secure.aggregation": "semi-honest"})
     layout = build_model(TwoLayers(), seed=0).layout
     planner = RoundPlanner(
-        settings, Target(settings.plan, max_weight_per_example=1, local=None), layout
+        settings, Target(settings.plan, max_weight_per_example=1, demand=None), layout
     )
 
     def report(name: str, each: float) -> DeviceReport:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headwater.common.settings import schema as settings
-from headwater.server.planning.answer_times import (
+from headwater.server.planning.planner import Assignment
+from headwater.server.secagg.planning.answer_times import (
     MIN_ANSWER_SECONDS,
     UNMEASURED_ANSWER_SECONDS,
     answer_times,
 )
-from headwater.server.planning.planner import Assignment
 from tests.server.planning.planned import Candidate, assign, device
 
 FACTOR = 1.25

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.server.planning.share_limit import PLANNED_PART, largest_value
+from headwater.server.secagg.planning.share_limit import PLANNED_PART, largest_value
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What the server says of the parameters that stay on devices."""

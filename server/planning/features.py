@@ -1,0 +1,155 @@
+"""The features of a round's plans: the moments at which they act on them, and the one list of them.
+
+A feature is imported if the run's settings turn it on, or if its model needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.common.messages import DescribeRequest, DeviceReport
+from headwater.common.model.layout import ModelLayout
+from headwater.common.settings.schema import Settings
+from headwater.common.terms import Terms, named
+
+Ints = NDArray[np.int64]
+Weights = Mapping[str, int]
+
+
+class Demand(Protocol):
+    """The work of a round in the place of a target batch, before it is divided by speed."""
+
+    @property
+    def step_examples(self) -> int:
+        """The examples of which a quota is made up; no micro-batch is larger."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What a device holds beside model and gradient."""
+
+    @property
+    def has_set_shares(self) -> bool:
+        """Whether each client's part is set, whatever its speed."""
+
+    def target(self, owned: Collection[int]) -> int:
+        """Return the examples of a round of clients that own so many."""
+
+    def most(self, num_examples: Ints) -> Ints:
+        """Return the most examples of each client."""
+
+    def set_quotas(self, each: Ints, num_examples: Ints) -> Ints:
+        """Return the quotas where K is set, to ``each`` examples."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftPlan:
+    """A plan that is being written, for all clients with one assignment."""
+
+    assignment: Any
+    """The planner's ``Assignment``."""
+    micro_batch_size: int
+    finish_seconds: float | None
+    quota_words: str | None = None
+    """What bound the quota, in the place of the planner's own words."""
+    more_words: str = ""
+    """What is said behind that."""
+    is_evened: bool = True
+    """Whether a smaller micro-batch than assigned is one that tells the noise."""
+    terms: dict[str, Terms] = field(default_factory=dict)
+
+    def ask(self, terms: Terms) -> None:
+        """Add a feature's terms."""
+        self.terms |= named(terms)
+
+
+class PlanningFeature:
+    """The moments of a round's planning; a feature overrides those that it needs."""
+
+    def __init__(self, settings: Settings, layout: ModelLayout) -> None:
+        """Take the run's settings, and the layout of its model."""
+        self.settings = settings
+        self.layout = layout
+
+    def demand(self) -> Demand | None:
+        """Return the work of a round; None: the target batch.
+
+        Raises:
+            SettingsError: it cannot be done.
+        """
+        return None
+
+    def describe(self, request: DescribeRequest) -> DescribeRequest:
+        """Change what clients are asked of themselves."""
+        return request
+
+    def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+        """Return the names of the metrics that all clients of the round must report."""
+        return ()
+
+    def limit(
+        self, assigned: Mapping[str, Any], weights: Weights, *, round_number: int
+    ) -> tuple[Mapping[str, Any], Weights]:
+        """Have the last word on assignments, and on the weights of dataset weighting."""
+        return assigned, weights
+
+    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
+        """Add terms to the plans, which are of so many clients."""
+
+    def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
+        """Return the clients that are to measure their speed again, by the quotas that they had."""
+        return ()
+
+
+def _has_local_work(settings: Settings, layout: ModelLayout) -> bool:
+    return settings.local.is_on or settings.algorithm.name is not None
+
+
+# By name: whether it is on, and its class. In the order in which they act.
+FEATURES: dict[str, tuple[Callable[[Settings, ModelLayout], bool], str]] = {
+    "compression": (
+        lambda settings, layout: settings.compression.terms is not None,
+        "headwater.server.compression.compressed_plans:CompressedPlans",
+    ),
+    "offline": (
+        lambda settings, layout: settings.asynchronous.is_on,
+        "headwater.server.asynchronous.offline_plans:OfflinePlans",
+    ),
+    "own_parameters": (
+        lambda settings, layout: bool(layout.local),
+        "headwater.server.own_parameters.own_step_plans:OwnStepPlans",
+    ),
+    "local_training": (
+        _has_local_work,
+        "headwater.server.local_training.local_plans:LocalPlans",
+    ),
+    "secagg": (
+        lambda settings, layout: settings.secure.aggregation != "off",
+        "headwater.server.secagg.planning.masked_plans:MaskedPlans",
+    ),
+}
+
+
+def planning_features(settings: Settings, layout: ModelLayout) -> list[PlanningFeature]:
+    """Return the features of the plans that are on, in their order."""
+    found: list[PlanningFeature] = []
+    for is_on, place in FEATURES.values():
+        if is_on(settings, layout):
+            module, _, kind = place.partition(":")
+            found.append(getattr(import_module(module), kind)(settings, layout))
+    return found
+
+
+def demand_in(features: Sequence[PlanningFeature]) -> Demand | None:
+    """Return the work of a round in the place of the target batch; None: that.
+
+    Raises:
+        SettingsError: it cannot be done.
+    """
+    found = (feature.demand() for feature in features)
+    return next((demand for demand in found if demand is not None), None)

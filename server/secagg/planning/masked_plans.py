@@ -1,0 +1,77 @@
+"""Plans whose updates are masked: how large each may be, and when it is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from headwater.common.messages import DescribeRequest, DeviceReport
+from headwater.common.secagg.terms import MaskingTerms
+from headwater.common.wording import counted
+from headwater.server.planning.features import DraftPlan, PlanningFeature, Weights
+from headwater.server.planning.planner import Assignment
+from headwater.server.secagg.planning.answer_times import answer_times
+from headwater.server.secagg.planning.share_limit import limited_quotas, limited_weights
+
+log = logging.getLogger(__name__)
+
+
+class MaskedPlans(PlanningFeature):
+    """Limits the quotas to what devices mask, and says when the plans are answered."""
+
+    _has_logged = False
+    """Whether the log says that masked quotas are cut."""
+
+    def describe(self, request: DescribeRequest) -> DescribeRequest:
+        """Ask for the speed, also where K is set: when a plan is answered follows from it."""
+        return request.model_copy(update={"wants_speed": True})
+
+    def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+        return _common_metrics(reports)
+
+    def limit(
+        self, assigned: Mapping[str, Assignment], weights: Weights, *, round_number: int
+    ) -> tuple[Mapping[str, Assignment], Weights]:
+        secure = self.settings.secure
+        limited = limited_quotas(assigned, max_share=secure.max_share, min_quota=secure.min_quota)
+        self._log_share(round_number, sum(one.quota for one in assigned.values()), limited)
+        return limited, limited_weights(weights, max_share=secure.max_share)
+
+    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
+        times = answer_times(
+            [draft.assignment for draft in drafts],
+            [draft.micro_batch_size for draft in drafts],
+            factor=self.settings.secure.answer_factor,
+        )
+        for draft, seconds in zip(drafts, times, strict=True):
+            draft.ask(MaskingTerms(num_invited=num_invited, answer_seconds=seconds))
+
+    def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
+        """Return the clients with less than half of an even share of the examples."""
+        even = sum(quotas.values()) / len(quotas)
+        return [name for name, quota in quotas.items() if quota < even / 2]
+
+    def _log_share(
+        self, round_number: int, planned: int, assigned: Mapping[str, Assignment]
+    ) -> None:
+        """Log, once in a run, that masked quotas are cut to what the clients accept."""
+        secure = self.settings.secure
+        left = sum(one.quota for one in assigned.values())
+        if self._has_logged or left >= planned:
+            return
+        self._has_logged = True
+        log.warning(
+            "round %d: %s are planned instead of %s: under masks a client accepts no more than %g "
+            "of the sum as its own (secure.max_share), and these clients differ too much in speed; "
+            "more clients, or a larger secure.max_share on server and clients, allow more",
+            round_number,
+            counted(left, "example"),
+            f"{planned:,}",
+            secure.max_share,
+        )
+
+
+def _common_metrics(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
+    """Return the names of metrics that most devices told; all members mask the same numbers."""
+    kinds = [report.metrics for report in reports]
+    return max(sorted(set(kinds)), key=kinds.count, default=())
