@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
+from headwater.client.features import own_rounds
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import OFFLINE, SAMPLER, SPEED
 from headwater.client.plan_features import (
@@ -109,6 +110,7 @@ def _train(request: DeviceRequest) -> RecordDict:
         if (answer := feature.train(request, plan)) is not None:
             return answer
     load_model(request, plan)
+    own = own_rounds(plan, request.settings, request.feature_store)
     try:
         update, sampler = trainer.train(
             identity,
@@ -118,6 +120,7 @@ def _train(request: DeviceRequest) -> RecordDict:
             spool=spool_of(context, identity.name),
             algorithm=algorithm_for(plan, request.settings.algorithm, name=identity.name),
             store=request.local_store,
+            more=own,
         )
     except EmptyUpdate:
         unusable = trainer.skip(identity, plan, request.sampler)
@@ -130,10 +133,13 @@ def _train(request: DeviceRequest) -> RecordDict:
     for feature in features:
         update, found = feature.encode(request, plan, update)
         encoded = encoded if found is None else found
+    sums = records.joined_sums(update, plan, num_values=trainer.image.layout.num_parameters)
     records.save_state(context, SAMPLER, sampler)
+    for one in own:
+        one.keep()
     for feature in features:
         feature.sent(request, plan, sampler)
-    return records.update_content(update, encoded, as_view=records.is_view(content))
+    return records.update_content(update, encoded, sums=sums, as_view=records.is_view(content))
 
 
 def _evaluate(request: DeviceRequest) -> RecordDict:

@@ -5,7 +5,7 @@ A feature is imported when a plan asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headwater.client.training.context import TrainingContext
@@ -13,16 +13,25 @@ from headwater.client.training.round import Feature, Work, carry_out
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan, Update
+from headwater.common.model.local_state import LocalStore
+from headwater.common.settings.schema import Settings
 
 if TYPE_CHECKING:
     from headwater.client.local_training.local_work import ClientAlgorithm
+    from headwater.client.own_feature.own_round import OwnRound
 
 
 def features_of(
-    plan: Plan, context: TrainingContext, algorithm: ClientAlgorithm | None = None
+    plan: Plan,
+    context: TrainingContext,
+    algorithm: ClientAlgorithm | None = None,
+    own: Sequence[Feature] = (),
 ) -> Sequence[Feature]:
-    """Return the features that a plan calls for on this device; ``algorithm`` is the device's."""
-    found: list[Feature] = []
+    """Return the features that a plan calls for on this device, with the user's ``own``.
+
+    ``algorithm`` is the device's.
+    """
+    found: list[Feature] = [*own]
     if algorithm is not None or plan.moves_model:
         from headwater.client.local_training.local_training import LocalTraining
 
@@ -44,9 +53,10 @@ def work_of(
     context: TrainingContext,
     spool: Spool | None = None,
     algorithm: ClientAlgorithm | None = None,
+    own: Sequence[Feature] = (),
 ) -> Work:
     """Return a plan's work with the features that it calls for."""
-    features = features_of(plan, context, algorithm)
+    features = features_of(plan, context, algorithm, own)
     return Work(plan=plan, window=window, context=context, spool=spool, features=features)
 
 
@@ -59,3 +69,18 @@ def train_round(
         HeadwaterError: see ``carry_out``.
     """
     return carry_out(work_of(plan, window, context, spool))
+
+
+def own_rounds(
+    plan: Plan, settings: Settings, store: Callable[[str], LocalStore | None]
+) -> Sequence[OwnRound]:
+    """Return what a feature of the user's does in a plan, in a list; ``store`` gives its place.
+
+    Raises:
+        SettingsError: there is no such feature.
+    """
+    if settings.feature.name is None:
+        return ()
+    from headwater.client.own_feature import own_round
+
+    return own_round.own_rounds(plan, settings.feature, store("feature"))

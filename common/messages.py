@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 from torch import Tensor
@@ -23,6 +23,9 @@ from headwater.common.sums.coding import VectorCoding, coding_in
 from headwater.common.sums.encoded_vector import EncodedVector, Vector
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 from headwater.common.terms import Terms, TermsT, read_terms
+
+if TYPE_CHECKING:
+    from headwater.common.sums.named_sums import NamedSums
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 # Far above what float32 can lead to (2^53 losses of 2^128 are below 10^55), and small enough for
@@ -194,10 +197,21 @@ class Plan(WireMessage):
         """Return how many coordinates of a vector are sent."""
         return min((one.num_sent(num_values) for one in self.terms.values()), default=num_values)
 
-    def update_bytes(self, num_values: int) -> int:
-        """Return the bytes of the update's vector; 0 if it is sent later."""
+    def extra_sums(self, num_values: int) -> NamedSums:
+        """Return the sums beside the model's that the update brings."""
+        from headwater.common.sums.named_sums import named_sums  # most plans ask for none
+
+        return named_sums(self.terms.values(), num_values)
+
+    def model_bytes(self, num_values: int) -> int:
+        """Return the bytes of the model's own sum in the update; 0 if it is sent later."""
         found = (one.update_bytes(num_values) for one in self.terms.values())
         return min((number for number in found if number is not None), default=4 * num_values)
+
+    def update_bytes(self, num_values: int) -> int:
+        """Return the bytes of the update's vector, with the sums beside the model's."""
+        num_bytes = self.model_bytes(num_values)
+        return num_bytes + self.extra_sums(num_values).num_bytes if self.terms else num_bytes
 
     @property
     def accumulation_steps(self) -> int:
@@ -494,6 +508,8 @@ class Update:
 
     values_P: Tensor = field(repr=False)
     report: UpdateReport
+    sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """The sums beside the model's, by name."""
     encoded: EncodedVector | None = field(default=None, repr=False)
     """The vector as it arrived, if the plan compresses it; ``values_P`` is then empty."""
 

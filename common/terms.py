@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from headwater.common.errors import FeatureMissing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumOf:
+    """One sum beside the model's that a round adds up."""
+
+    length: int
+    is_mean: bool = False
+    """Whether it is divided by the round's weight; else it is the sum itself."""
+    scale_bits: int = 32
+    """It is added up in whole numbers of 2^-scale_bits; a sum beyond 2^(62 - scale_bits) takes
+    coarser ones."""
 
 
 class Terms(BaseModel):
@@ -83,6 +96,13 @@ class Terms(BaseModel):
         """The most windows that one update may be the sum of."""
         return 1
 
+    def sums(self, num_values: int) -> Mapping[str, SumOf]:
+        """Return the sums beside the model's that each update brings, by their names.
+
+        ``num_values`` is the number of the model's parameters.
+        """
+        return {}
+
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent."""
         return num_values
@@ -105,12 +125,22 @@ KINDS: dict[str, str] = {
 """The models by their names; each is imported when a plan has its terms."""
 
 
+_own: dict[str, type[Terms]] = {}
+
+
+def register(kind: type[Terms]) -> None:
+    """Make the terms of a feature of the user's known in this process."""
+    _own[kind.NAME] = kind
+
+
 def kind_of(name: str) -> type[Terms]:
     """Return the model of a feature's terms.
 
     Raises:
         FeatureMissing: nothing of the feature is here.
     """
+    if name in _own:
+        return _own[name]
     if name not in KINDS:
         raise FeatureMissing(f"the plan asks for the feature {name[:80]!r}, and it is not here")
     module, _, kind = KINDS[name].partition(":")

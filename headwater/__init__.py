@@ -20,21 +20,31 @@ if TYPE_CHECKING:
     from headwater.client.api import take_part
     from headwater.client.flower.gradient_sum import GradientSum
     from headwater.client.flower.model_difference import ModelDifference
+    from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
     from headwater.common.errors import HeadwaterError
     from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
+    from headwater.common.sums.tensor_field import Values
+    from headwater.common.terms import SumOf, Terms
     from headwater.server.api import serve
     from headwater.server.flower.sum_of_gradients import SumOfGradients
+    from headwater.server.own_feature.server_feature import ServerFeature
     from headwater.server.run_result import Run
     from headwater.simulation.api import simulate
 
 __version__ = "0.1.0"
 __all__ = [
+    "DeviceFeature",
+    "DeviceWork",
     "GradientSum",
     "HeadwaterError",
     "ModelDifference",
     "Run",
+    "ServerFeature",
+    "SumOf",
     "SumOfGradients",
+    "Terms",
+    "Values",
     "__version__",
     "chunked_cross_entropy",
     "load_model",
@@ -44,11 +54,17 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DeviceFeature": "headwater.client.own_feature.device_feature",
+    "DeviceWork": "headwater.client.own_feature.device_feature",
     "GradientSum": "headwater.client.flower.gradient_sum",
     "HeadwaterError": "headwater.common.errors",
     "ModelDifference": "headwater.client.flower.model_difference",
     "Run": "headwater.server.run_result",
+    "ServerFeature": "headwater.server.own_feature.server_feature",
+    "SumOf": "headwater.common.terms",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
+    "Terms": "headwater.common.terms",
+    "Values": "headwater.common.sums.tensor_field",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
     "load_model": "headwater.common.model.trained_model",
     "serve": "headwater.server.api",

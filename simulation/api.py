@@ -38,6 +38,7 @@ def simulate(
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
     client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
+    feature: str | type | None = None,
     local_parameters: str | None = None,
     cohort_size: int | None = None,
     partition: str | None = None,
@@ -76,6 +77,8 @@ def simulate(
         local_learning_rate: of the local steps, and of the parameters that stay on the clients.
         client_algorithm: how a client makes its vector: an object with ``train(work)``, its class,
             or ``FILE.py:CLASS`` (docs/extend.md); not given: the exact sum, or local steps.
+        feature: a feature of your own, with the classes ``Terms``, ``Server`` and ``Device``, or
+            ``FILE.py:CLASS`` (docs/extend.md).
         local_parameters: those that stay on each client, as in ``head.*`` (docs/extend.md).
         cohort_size: clients invited per round; not given: all.
         partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).

@@ -7,7 +7,6 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from headwater.common.errors import AlgorithmMismatch, SettingsError
-from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed
 from headwater.common.run_scope import cached_in_scope
@@ -48,7 +47,11 @@ def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> Client
         AlgorithmMismatch: see ``check_algorithm``.
         SettingsError: see ``algorithm_of``.
     """
-    asked = plan.of(LocalPlan)
+    asked = None
+    if plan.terms:
+        from headwater.common.local_training.terms import LocalPlan  # not of a plain plan
+
+        asked = plan.of(LocalPlan)
     check_algorithm(None if asked is None else asked.algorithm, chosen, name=name)
     return algorithm_of(chosen)
 

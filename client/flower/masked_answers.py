@@ -20,6 +20,7 @@ from flwr.app import RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.compression.error_feedback import MaskedLabel
+from headwater.client.features import own_rounds
 from headwater.client.flower.masked_description import padded, vitals_without_training
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
@@ -76,6 +77,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     order_seed = order_seed_of(request, plan)
     examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)
     update: Update | None = None
+    own = own_rounds(plan, request.settings, request.feature_store)
     try:
         update, after = trainer.train(
             identity,
@@ -87,6 +89,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
             order_seed=order_seed,
             left_out=left_out,
             store=request.local_store,
+            more=own,
         )
     except StateError:
         raise
@@ -98,6 +101,8 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         )
         after = trainer.skip(identity, plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
+    for one in own:
+        one.keep()
     _add_pending(request, plan, update, model=model, examples=examples)
     seconds = None
     if request.is_simulated:

@@ -7,6 +7,7 @@ settings (``client.flower.node``); on a SuperNode it is ``--node-config``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,6 +182,10 @@ class DeviceRequest:
             return None
         return local_store_of(self.context, self.identity.name)
 
+    def feature_store(self, name: str) -> LocalStore:
+        """Return where the state of a feature of the user's is kept."""
+        return local_store_of(self.context, f"{self.identity.name}.{name}")
+
     @property
     def error_feedback(self) -> ErrorFeedback:
         """What the device's compressed updates left out in this run."""
@@ -243,6 +248,8 @@ def read_request(message: Message, context: Context, hardware_of: HardwareOf) ->
         SettingsError: the settings are not valid.
     """
     settings = from_run_config(context.run_config)
+    if settings.feature.name is not None:  # before a plan with its terms is read
+        import_module("headwater.common.own_feature.found").own_feature(settings.feature)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     return DeviceRequest(

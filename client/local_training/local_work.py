@@ -107,7 +107,7 @@ class LocalWork:
             sum_P = self.sum()
             if self.weight:
                 self.num_taken = 1
-                yield sum_P.div_(self.weight)
+                yield self._directed(sum_P.div_(self.weight))
             return
         self._take()
         spooled = self._open_spool(content)
@@ -120,7 +120,7 @@ class LocalWork:
             work.note_summed(step.weight)
             if step.weight:
                 self.num_taken += 1
-                yield context.accumulator.values_P.div_(step.weight)
+                yield self._directed(context.accumulator.values_P.div_(step.weight))
             if step.is_last:
                 break
             if spooled is not None and content is not None and content.is_writable:
@@ -128,6 +128,11 @@ class LocalWork:
                 content.unused = work.unused or ()
                 rest = work.window.positions[step.end :]
                 spooled.save(replace(work.total, remaining=deque([rest] if rest else [])))
+
+    def _directed(self, mean_P: Tensor) -> Tensor:
+        for feature in self._work.features:
+            feature.direction(self._work, mean_P)
+        return mean_P
 
     def _open_spool(self, content: StepContent | None) -> SpooledWindow | None:
         """Return the spool of the steps, and take over what it holds of them; None without one."""

@@ -33,6 +33,8 @@ def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
         return 1  # its own parameters follow each window
     if "privacy" in plan.terms:
         return 1  # each window is clipped by itself, and their sum would exceed the bound
+    if request.settings.feature.name is not None:
+        return 1  # its sums and its state are of one window
     return min(plan.max_windows, request.settings.asynchronous.offline_windows)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import NO_BATCHES, Identity, TrainingContext
 from headwater.client.training.progress import TrainingProgress
-from headwater.client.training.round import Work, sum_round, update_of
+from headwater.client.training.round import Feature, Work, sum_round, update_of
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.common.data.example_lengths import ExampleLengths
@@ -326,11 +326,12 @@ class Trainer:
         order_seed: int | None = None,
         left_out: frozenset[int] = frozenset(),
         store: LocalStore | None = None,
+        more: Sequence[Feature] = (),
     ) -> tuple[Update, SamplerState]:
         """Carry out a plan; return the update and the sampler's state with the round pending.
 
         ``order_seed`` replaces the run's seed in the order of the examples. The places ``left_out``
-        of the window are passed over.
+        of the window are passed over. ``more`` are features of the user's.
 
         The spool's file stays until the update was handed over; it is removed if there is none. The
         parameters that stay on the device are stored when this returns or raises, pending too.
@@ -350,7 +351,7 @@ class Trainer:
                 self._compare_more(own, identity.name)
             plan = self.precision.resolved(plan, identity)
             context = self.context(examples, identity.name, hardware)
-            work = work_of(plan, positions, context, spool, algorithm)
+            work = work_of(plan, positions, context, spool, algorithm, more)
             try:
                 with hardware.bounded():
                     self._sum(work)

@@ -6,9 +6,9 @@ moments (``Feature``), in the order of ``headwater.client.features``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class Feature:
     def failed(self, work: Work, error: NonFiniteUpdate) -> bool:
         """Make a value of an error; return whether the round goes on with it."""
         return False
+
+    def direction(self, work: Work, mean_P: Tensor) -> None:
+        """Change the mean gradient [P] of a local step in place, before the step is taken."""
+
+    def sums(self, work: Work) -> Mapping[str, Tensor]:
+        """Return the sums beside the model's that the plan asks of the feature, by name."""
+        return {}
 
     def finish(self, work: Work) -> Update | None:
         """Return the update in place of ``plain_update``; None: that one."""
@@ -191,8 +198,10 @@ def update_of(work: Work) -> Update:
     Raises:
         HeadwaterError: see ``plain_update``.
     """
+    sums = {key: one for feature in work.features for key, one in feature.sums(work).items()}
     found = (feature.finish(work) for feature in work.features)
-    return next((update for update in found if update is not None), None) or plain_update(work)
+    update = next((update for update in found if update is not None), None) or plain_update(work)
+    return replace(update, sums=sums) if sums else update
 
 
 def plain_update(work: Work) -> Update:

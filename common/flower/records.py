@@ -118,16 +118,31 @@ def is_view(content: RecordDict) -> bool:
 
 
 def update_content(
-    update: Update, encoded: bytearray | None = None, *, as_view: bool
+    update: Update, encoded: bytearray | None = None, *, as_view: bool, sums: bytes = b""
 ) -> RecordDict:
     """Return a reply's content with an update, or with its encoding in place of its vector.
 
-    The bytes are copied only if the grid serialises.
+    ``sums`` are those beside the model's. The bytes are copied only for them, or if the grid
+    serialises.
     """
-    is_plain = encoded is None
+    is_plain = encoded is None and not sums
     memory = update.values_P.numpy().data.cast("B") if encoded is None else memoryview(encoded)
+    if sums:
+        memory = memoryview(bytes(memory) + sums)
     dtype = "float32" if is_plain else "uint8"
     return content_of(update.report, flat_array(memory if as_view else bytes(memory), dtype=dtype))
+
+
+def joined_sums(update: Update, plan: Plan, *, num_values: int) -> bytes:
+    """Return the sums beside the model's, of ``num_values``, as they are sent.
+
+    Raises:
+        CorruptUpdate: they are not those that the plan asks for.
+        NonFiniteUpdate: one is not finite.
+    """
+    if not plan.terms:
+        return b""
+    return plan.extra_sums(num_values).joined(update.sums, name=update.name)
 
 
 def read_update(
@@ -142,14 +157,19 @@ def read_update(
         NonFiniteUpdate: see ``Coding.read``.
     """
     report = read(content, UpdateReport)
-    memory = vector(content)
+    memory, sums = vector(content), dict[str, Tensor]()
+    if plan is not None and plan.terms and num_values is not None:
+        asked, length = plan.extra_sums(num_values), plan.model_bytes(num_values)
+        if asked.of:
+            whole = memoryview(memory or b"")
+            sums, memory = asked.read(whole[length:], name=report.name), whole[:length]
     coding = None if plan is None else plan.coding
     if coding is not None and num_values is not None:
         encoded = coding.read(memory or b"", report.name, num_values)
-        return Update(values_P=torch.zeros(0), report=report, encoded=encoded)
+        return Update(values_P=torch.zeros(0), report=report, sums=sums, encoded=encoded)
     if memory is None or len(memory) % 4:
         raise CorruptUpdate(f"{report.name}: an update without a float32 vector")
-    return Update(values_P=as_tensor(memory), report=report)
+    return Update(values_P=as_tensor(memory), report=report, sums=sums)
 
 
 def as_tensor(memory: memoryview | bytes) -> Tensor:

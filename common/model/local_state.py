@@ -62,16 +62,32 @@ class LocalStore:
         self._load = load
         self._save = save
 
+    def load_bytes(self) -> bytes | None:
+        """Return what is stored; None if nothing is.
+
+        Raises:
+            StateError: it cannot be read.
+        """
+        try:
+            return self._load()
+        except OSError as error:
+            raise StateError(f"{self.where} cannot be read: {error.strerror}") from error
+
+    def save_bytes(self, data: bytes) -> None:
+        """Replace what is stored.
+
+        Raises:
+            OSError: it cannot be written; what was stored is untouched.
+        """
+        self._save(data)
+
     def read(self, layout: ModelLayout) -> LocalState | None:
         """Return the state; None if there is none.
 
         Raises:
             StateError: it cannot be read, is damaged, or belongs to another model.
         """
-        try:
-            data = self._load()
-        except OSError as error:
-            raise StateError(f"{self.where} cannot be read: {error.strerror}") from error
+        data = self.load_bytes()
         return None if data is None else _state(data, layout, self.where)
 
     def write(self, state: LocalState, layout: ModelLayout) -> None:

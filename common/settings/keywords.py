@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 PREFIX = "python:"
 """Begins the name of a Python object in the settings, as in ``python:MyTask``."""
-OBJECTS = ("task", "optimizer", "client_algorithm")
+OBJECTS = ("task", "optimizer", "client_algorithm", "feature")
 """The keywords that may be Python objects instead of texts."""
 COMMANDS = {"simulate": "simulate", "serve": "server", "take_part": "client"}
 """The command of each function."""

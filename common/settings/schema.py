@@ -60,6 +60,7 @@ from headwater.common.settings.simulation import PartitionSettings, SimulationSe
 from headwater.common.settings.training import (
     AlgorithmSettings,
     EvaluationSettings,
+    FeatureSettings,
     LocalSettings,
     ModelSettings,
     OptimizerSettings,
@@ -165,6 +166,7 @@ class Settings(Branch):
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
     local: LocalSettings = branch(LocalSettings, PLAN, on=RUNS)
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
+    feature: FeatureSettings = branch(FeatureSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     compression: CompressionSettings = branch(CompressionSettings, RUN, on=RUNS)

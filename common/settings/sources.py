@@ -29,6 +29,7 @@ KEYWORDS_OF_OBJECTS = {
     "task": "task",
     "optimizer.name": "optimizer",
     "algorithm.name": "client_algorithm",
+    "feature.name": "feature",
     "track": "observer",
 }
 """The keywords of the Python API that take an object, by the settings that name one."""

@@ -304,6 +304,30 @@ class AlgorithmSettings(Branch):
         return (name or place) + (f"({', '.join(given)})" if given else "")
 
 
+class FeatureSettings(Branch):
+    """A feature of your own: what plans ask, and what both sides do (docs/extend.md)."""
+
+    name: Annotated[str, Unit("FILE.py:CLASS")] | None = setting(
+        None,
+        "feature of your own: state, sums beside the model's, selection, holders; the same on both "
+        "sides",
+        "--feature",
+    )
+    arguments: dict[str, Scalar | list[float]] = setting(
+        {},
+        "an argument of the feature's server side, e.g. rate=0.1; devices get it in their plans",
+        "--feature-argument",
+        on=RUNS,
+    )
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if given and info.data.get("name", "") is None:
+            raise ValueError("they are for a feature of your own: name it with --feature")
+        return given
+
+
 def _plain(value: Any) -> Any:
     """Return an argument with its whole numbers as int, also within a list."""
     if isinstance(value, list):

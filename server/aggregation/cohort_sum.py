@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
-from headwater.common.model.layout import ModelLayout
 from headwater.common.model.vectors import CHUNK
 from headwater.common.sums.encoded_vector import EncodedVector, Vector
 
@@ -56,10 +55,19 @@ class PartialSum:
     num_shifts: int
 
 
+class SumLayout(Protocol):
+    """What is added up: so many values, of which each span has a scale of its own."""
+
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]: ...
+
+
 class CohortSum:
     """The sum of a round's updates, in twice the bytes of the model."""
 
-    def __init__(self, layout: ModelLayout) -> None:
+    def __init__(self, layout: SumLayout) -> None:
         self._layout = layout
         # Written, not only reserved: for a large model the kernel takes seconds to find the pages,
         # here while the first devices still check their tasks.
@@ -308,7 +316,7 @@ def _shift(
 _Run = tuple[int, int, "Floats | np.floating[Any]"]
 
 
-def _runs_of(layout: ModelLayout, scale_bits: Sequence[int]) -> list[_Run]:
+def _runs_of(layout: SumLayout, scale_bits: Sequence[int]) -> list[_Run]:
     """Divide a vector into runs of up to CHUNK coordinates; a smaller model is one run.
 
     Each numpy call has a fixed cost: for the four tensors of a small model, the calls took longer

@@ -27,7 +27,8 @@ class RoundSum:
     clients left out. ``num_clipped`` counts the values that a fixed-point range cut off; None
     without masking. ``bit_sum`` is the sum of the clients' bits on the clip norm with its noise;
     None if the clip norm does not follow them. ``unused`` are the places of the trained tensors
-    that no client's loss used: their gradient is None in a plain loop, and not zero.
+    that no client's loss used: their gradient is None in a plain loop, and not zero. ``sums`` are
+    those beside the model's, in float64, by name.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class RoundSum:
     num_clipped: int | None = None
     bit_sum: float | None = None
     unused: tuple[int, ...] = ()
+    sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def loss(self) -> float:

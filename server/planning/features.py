@@ -68,13 +68,8 @@ class DraftPlan:
         self.terms |= named(terms)
 
 
-class PlanningFeature:
+class PlanningMoments:
     """The moments of a round's planning; a feature overrides those that it needs."""
-
-    def __init__(self, settings: Settings, layout: ModelLayout) -> None:
-        """Take the run's settings, and the layout of its model."""
-        self.settings = settings
-        self.layout = layout
 
     def demand(self) -> Demand | None:
         """Return the work of a round; None: the target batch.
@@ -104,6 +99,14 @@ class PlanningFeature:
     def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
         """Return the clients that are to measure their speed again, by the quotas that they had."""
         return ()
+
+
+class PlanningFeature(PlanningMoments):
+    """A feature of the plans that the settings and the model's layout say all of."""
+
+    def __init__(self, settings: Settings, layout: ModelLayout) -> None:
+        self.settings = settings
+        self.layout = layout
 
 
 def _has_local_work(settings: Settings, layout: ModelLayout) -> bool:
@@ -145,7 +148,7 @@ def planning_features(settings: Settings, layout: ModelLayout) -> list[PlanningF
     return found
 
 
-def demand_in(features: Sequence[PlanningFeature]) -> Demand | None:
+def demand_in(features: Sequence[PlanningMoments]) -> Demand | None:
     """Return the work of a round in the place of the target batch; None: that.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 from headwater.common.messages import Plan
 from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.server.planning import plan_reasons
-from headwater.server.planning.features import DraftPlan, PlanningFeature
+from headwater.server.planning.features import DraftPlan, PlanningMoments
 from headwater.server.planning.planner import Assignment
 
 
@@ -21,7 +21,7 @@ def plans_of(
     weights: Mapping[str, int],
     micro_batch_size: Callable[[int, int], int],
     frozen: str | None,
-    features: Sequence[PlanningFeature] = (),
+    features: Sequence[PlanningMoments] = (),
 ) -> dict[str, Plan]:
     """Return the plans by name; clients with the same assignment and figures share a plan.
 

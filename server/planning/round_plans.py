@@ -36,7 +36,7 @@ from headwater.server.planning.exclusions import (
     sit_out,
     without_owners,
 )
-from headwater.server.planning.features import PlanningFeature, planning_features
+from headwater.server.planning.features import PlanningMoments, planning_features
 from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
@@ -88,7 +88,7 @@ class RoundPlanner:
     frozen: str | None = None
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
-    features: Sequence[PlanningFeature] = field(init=False)
+    features: list[PlanningMoments] = field(init=False)
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     is_simulated: bool = False
     """Whether the clients' clocks are a simulator's: the fleet file then sets unlike speeds."""
@@ -105,7 +105,7 @@ class RoundPlanner:
         """Begin without known clients."""
         is_by_data = self.settings.cohort.weighting == "dataset"
         self.known = KnownClients(is_k_set=self._is_k_set, is_by_data=is_by_data)
-        self.features = planning_features(self.settings, self.layout)
+        self.features = [*planning_features(self.settings, self.layout)]
 
     @property
     def _is_k_set(self) -> bool:

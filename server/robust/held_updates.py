@@ -68,6 +68,10 @@ class HeldUpdates:
         self._weights.append(weight)
         self.weight += weight
 
+    def close(self, total: CohortSum) -> tuple[Tensor, int]:
+        """Return the rule's mean, and the weight of all updates; see ``mean``."""
+        return self.mean(total), self.weight
+
     def mean(self, total: CohortSum) -> Tensor:
         """Return the rule's mean gradient [P]; it does not depend on the order of arrival.
 

@@ -24,6 +24,7 @@ from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.fleet import Fleet
+from headwater.server.planning.features import PlanningMoments
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import Holder, OpenRound
@@ -51,6 +52,10 @@ class RunState(Protocol):
     max_weight_per_example: int
     features: dict[str, RunFeature]
 
+    @property
+    def population(self) -> int:
+        """The number of clients that are known."""
+
     def check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Check that enough updates are included; see ``headwater.server.aggregation.quorum``."""
 
@@ -67,12 +72,12 @@ class Opening:
     scale_bits: int | None = None
     """f, if the sum is made in steps of 2^-f; None: as the cohort sum chooses."""
     held: Holder | None = None
-    """Where updates are held one by one; None: they are added to the sum."""
+    """Where updates are held one by one, for a mean of its own; None: they are added to the sum."""
     releases_reports: bool = True
     """Whether the updates' reports tell what their devices did."""
 
 
-class RunFeature:
+class RunFeature(PlanningMoments):
     """The moments of a run; a feature overrides those that it needs."""
 
     def __init__(self, run: RunState) -> None:
@@ -217,6 +222,9 @@ def run_features(run: RunState) -> dict[str, RunFeature]:
         if is_on(run.settings):
             module, _, kind = place.partition(":")
             found[name] = getattr(import_module(module), kind)(run)
+    if run.settings.feature.name is not None:
+        own = import_module("headwater.server.own_feature.server_feature").own_run_feature(run)
+        found[own[0]] = own[1]
     return found
 
 

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ from headwater.server.fleet import (
 )
 from headwater.server.rounds.admission import admitted
 
+if TYPE_CHECKING:
+    from headwater.server.aggregation.extra_sums import ExtraSums
+
 log = logging.getLogger(__name__)
 
 BeyondNorm = Literal["refuse", "clip", "keep"]
@@ -47,8 +50,16 @@ class Holder(Protocol):
     """Holds updates one by one, for a rule that needs every single vector."""
 
     def add(self, values_P: Tensor, weight: int) -> None:
-        """Hold a checked update."""
-        ...
+        """Hold a checked update, in memory of the holder's own."""
+
+    def close(self, total: CohortSum) -> tuple[Tensor, int]:
+        """Return the mean gradient [P] of what is held, and its weight.
+
+        ``total`` is the round's sum, open and empty; a holder may add to it and close it.
+
+        Raises:
+            TooFewClients: more updates are needed.
+        """
 
 
 class OpenRound:
@@ -68,6 +79,7 @@ class OpenRound:
         held: Holder | None = None,
         releases_reports: bool = True,
         times_of: Callable[[Plan], int] | None = None,
+        extra: ExtraSums | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
 
@@ -75,9 +87,10 @@ class OpenRound:
         if norms are not watched. With ``held``, updates are held one by one for a robust rule
         rather than added to the sum. Without ``releases_reports`` the updates' reports are the
         plans' own numbers. ``times_of`` says how many times an update with this plan
-        counts; None: once.
+        counts; None: once. ``extra`` adds up the sums beside the model's; None if there are none.
         """
         self.metrics = metrics
+        self.extra = extra
         self.plans = plans
         self.num_left_out = num_left_out
         self.accepted: dict[str, ReportFields] = {}
@@ -102,7 +115,7 @@ class OpenRound:
         self._owned = owned
         self._norm_watch = norm_watch
         self._beyond_norm = beyond_norm
-        self._held = held
+        self.held = held
         self.releases_reports = releases_reports
         self._times_of = times_of
 
@@ -182,6 +195,8 @@ class OpenRound:
                 report.num_windows,
             )
             self._add(report.name, plan, admitted(update, plan), report.weight)
+            if self.extra is not None:
+                self.extra.add(update.sums, times=self.times(plan))
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return
@@ -226,10 +241,10 @@ class OpenRound:
         """
         peaks = self._total.check(values_P, name=name)
         within_P = self._within_norm(name, values_P, weight)
-        if self._held is not None and not weight:
+        if self.held is not None and not weight:
             raise NothingWeighed(f"{name}: a robust rule compares means, and its weight is 0")
-        if self._held is not None:
-            self._held.add(whole(within_P), weight)
+        if self.held is not None:
+            self.held.add(whole(within_P), weight)
         else:
             known = peaks if within_P is values_P else None
             self._total.fold(within_P, weight, known, times=self.times(plan))

@@ -102,12 +102,12 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
             remedy="resume with the task that the run was started with",
         )
     checkpoint.check_frozen(folder, training.image, progress)
-    for name in progress.features:
-        if name not in FEATURES:
+    for name in saved.features:
+        if name not in FEATURES and name not in training.features:
             raise SettingsError(
                 f"the run in {folder} was trained with the feature {name:.80}, of which nothing is "
                 "here",
-                remedy="resume with a headwater that has it, or begin a new run: another --out",
+                remedy="resume with the --feature that it was started with",
             )
     chosen = _data_settings(training.settings)
     for key, saved_value in progress.asked.items():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,9 @@ from headwater.server.rounds.features import Opening, RunFeature, run_features
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.open_round import OpenRound
+
+if TYPE_CHECKING:
+    from headwater.server.aggregation.extra_sums import ExtraSums
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +127,7 @@ class Training:
         """Commits what the run's folder holds, if a standby follows it (``share``)."""
         self.features: dict[str, RunFeature] = run_features(self)
         """What the settings ask for beyond plain rounds, by name and in order."""
+        self.planner.features += self.features.values()
 
     def _check_penalty(self) -> None:
         """Check that the task's penalty works.
@@ -188,6 +192,7 @@ class Training:
             scale_bits=opening.scale_bits,
         )
         self._opening = opening
+        asked = next((plan for plan in islice(plans.values(), 1) if plan.terms), None)
         return OpenRound(
             plans=plans,
             total=self.sum,
@@ -200,7 +205,15 @@ class Training:
             held=opening.held,
             releases_reports=opening.releases_reports,
             times_of=times_of,
+            extra=None if asked is None else self._extra_sums(asked),
         )
+
+    def _extra_sums(self, plan: Plan) -> ExtraSums | None:
+        """Return what adds up the sums beside the model's; None if the plan asks for none."""
+        from headwater.server.aggregation.extra_sums import ExtraSums  # few rounds have some
+
+        asked = plan.extra_sums(self.image.layout.num_parameters)
+        return ExtraSums(asked) if asked.of else None
 
     def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
         """Return what an aggregator needs for its devices' part of the open round."""
@@ -224,6 +237,8 @@ class Training:
         features = self.features.values()
         found = (feature.close(opened, fleet) for feature in features)
         done = next((one for one in found if one is not None), None) or self._plain_sum(opened)
+        if opened.extra is not None:
+            done = replace(done, sums=opened.extra.close(weight=done.weight))
         for feature in features:
             done = feature.closed(done, opened)
         return done
@@ -238,15 +253,19 @@ class Training:
             )
         for feature in self.features.values():
             feature.reveal(opened)
+        if opened.held is None:
+            mean_P, weight = self.sum.close(), opened.weight
+        else:
+            mean_P, weight = opened.held.close(self.sum)
         done = plain_sum(
             opened.columns,
             names=tuple(opened.accepted),
-            mean_P=self.sum.close(),
-            weight=opened.weight,
+            mean_P=mean_P,
+            weight=weight,
             max_weight_per_example=self.max_weight_per_example,
-            # A gradient of several models is not the mean of the examples that the estimate
-            # compares.
-            noise=total(opened.noise) if opened.has_one_model else None,
+            # A gradient of several models, or a holder's, is not the mean of the examples that the
+            # estimate compares.
+            noise=total(opened.noise) if opened.has_one_model and opened.held is None else None,
         )
         # What a codec or a private round's noise has moved is stepped as any other.
         unused = zero_tensors(done.mean_P, self.image.layout.spans, opened.unused)
@@ -267,6 +286,11 @@ class Training:
                 name: opened.norms[name] for name in opened.norms if name in opened.accepted
             }
             self.norm_watch.check_first(accepted, round_number=self.round + 1)
+
+    @property
+    def population(self) -> int:
+        """The number of clients that are known."""
+        return len(self.planner.known.estimates)
 
     def check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Check that enough updates are included; see ``headwater.server.aggregation.quorum``.

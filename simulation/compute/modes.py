@@ -66,6 +66,8 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             raise UnsupportedBatch(
                 f"the client algorithm {settings.algorithm.label} takes each device by itself"
             )
+        if settings.feature.name is not None:
+            raise UnsupportedBatch(f"the feature {settings.feature.name} acts on each device")
         if settings.compression.up != "off":
             raise UnsupportedBatch(
                 f"with --compress {settings.compression.up} each device encodes its own vector"

@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from headwater.client.algorithms.lookup import algorithm_for
+from headwater.client.features import own_rounds
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
+from headwater.common.flower import records
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
 from headwater.server.aggregation.round_reports import in_all
@@ -147,6 +150,7 @@ class OneByOne:
         identity, sampler = devices.identity(part), devices.positions[part]
         self._note_begun(part)
         try:
+            own = own_rounds(plan, devices.settings, partial(devices.feature_store, part))
             update, moved = trainer.train(
                 identity,
                 devices.hardware(part, round_number=plan.round),
@@ -154,7 +158,12 @@ class OneByOne:
                 sampler,
                 algorithm=algorithm_for(plan, devices.settings.algorithm, name=client.name),
                 store=devices.local_store(part),
+                more=own,
             )
+            num_values = trainer.image.layout.num_parameters
+            records.joined_sums(update, plan, num_values=num_values)  # checked as over a wire
+            for one in own:
+                one.keep()
             update = self._as_sent(update, plan, part)
         except EmptyUpdate as error:
             devices.positions[part] = trainer.skip(identity, plan, sampler).passed()

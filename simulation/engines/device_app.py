@@ -81,15 +81,16 @@ def falsified_reply(
         pending = pending_in(run_trainer(settings).accumulator).get(run_id, name).update
         pending.values_P.copy_(falsify(pending.values_P, faults, moment))
         return reply
-    plan, update = records.read(message.content, Plan), records.read_update(reply.content)
-    coding = plan.coding
-    if coding is None:
-        changed = replace(update, values_P=falsify(update.values_P, faults, moment))
-        return Message(records.update_content(changed, as_view=True), reply_to=message)
+    plan = records.read(message.content, Plan)
     num_values = run_trainer(settings).image.layout.num_parameters
-    sent = records.read_update(reply.content, plan, num_values=num_values).vector
-    data = coding.encode(falsify(whole(sent), faults, moment), update.name)
-    return Message(records.update_content(update, data, as_view=True), reply_to=message)
+    update = records.read_update(reply.content, plan, num_values=num_values)
+    sums = records.joined_sums(update, plan, num_values=num_values)
+    values_P, data = falsify(whole(update.vector), faults, moment), None
+    if plan.coding is not None:
+        data = plan.coding.encode(values_P, update.name)
+    changed = replace(update, values_P=values_P, encoded=None)
+    content = records.update_content(changed, data, sums=sums, as_view=True)
+    return Message(content, reply_to=message)
 
 
 def process_app(settings: Settings, part: int, shared_round: SharedRound) -> ClientApp:

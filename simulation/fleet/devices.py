@@ -97,6 +97,7 @@ class Devices:
         self._num_training_examples: Ints = np.zeros(self.num_devices, dtype=np.int64)
         self._local: dict[int, bytes] = {}
         self._residuals: dict[tuple[int, int], bytes] = {}
+        self._feature_states: dict[tuple[int, str], bytes] = {}
         self._steady: dict[tuple[int, bool], _SteadyHardware] = {}
         size = settings.cohort.size
         self.cache_size = MAX_OPEN_DATASETS
@@ -138,6 +139,14 @@ class Devices:
             return local_file(path, is_durable=False)
         kept = self._local
         return LocalStore(f"device {name}", lambda: kept.get(part), partial(kept.__setitem__, part))
+
+    def feature_store(self, part: int, name: str) -> LocalStore:
+        """Return where the state of a feature of the user's is kept, as ``local_store`` keeps."""
+        device, out = self.identities.name(part), self.settings.out
+        if out is not None:
+            return local_file(out / LOCAL_FOLDER / f"{device}.{name}.safetensors", is_durable=False)
+        kept, key = self._feature_states, (part, name)
+        return LocalStore(f"device {device}", lambda: kept.get(key), partial(kept.__setitem__, key))
 
     def error_feedback(self, part: int) -> ErrorFeedback:
         """Return what a device's compressed updates left out; kept as ``local_store`` keeps."""
@@ -202,6 +211,7 @@ class Devices:
         return (
             settings.asynchronous.is_on
             or settings.model.local_parameters is not None
+            or settings.feature.name is not None
             or bool(self.fleet.faults.absence)
             or hasattr(task, "lengths")
             or hasattr(task, "collate")

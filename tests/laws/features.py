@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "same_data": ("client/same_data/", "server/same_data/"),
     "enrolment": ("client/enrolment/", "server/enrolment/"),
     "energy": ("client/energy/",),
+    "own_feature": ("common/own_feature/", "client/own_feature/", "server/own_feature/"),
 }
 
 # Applications, commands and services start features; so may the files at the top.

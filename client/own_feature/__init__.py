@@ -1,0 +1,1 @@
+"""What a feature of the user's does on a device."""

@@ -1,0 +1,127 @@
+"""Lets a feature of the user's act on a round, and keeps its state from round to round.
+
+A round's state is pending until the server says that the round counted, as is the sampler's
+position.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
+from headwater.client.training.round import Feature, Work
+from headwater.common.errors import HeadwaterError, ProtocolMismatch, StateError
+from headwater.common.messages import Plan
+from headwater.common.model.local_state import LocalStore
+from headwater.common.own_feature.found import own_feature
+from headwater.common.settings.training import FeatureSettings
+from headwater.common.sums.named_sums import named_sums
+from headwater.common.user_code import running
+
+PENDING = "."
+"""Begins the names of pending tensors; a feature's own names begin otherwise."""
+
+
+def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) -> list[OwnRound]:
+    """Return what the device's own feature does in a plan that asks for it; in a list.
+
+    Raises:
+        SettingsError: the settings name no feature.
+    """
+    found = own_feature(chosen)
+    terms = None if found is None else plan.terms.get(found.name)
+    if found is None or found.device is None or terms is None:
+        return []
+    what = f"the feature {found.name}"
+    with running(what):
+        device = found.device(terms)
+    return [OwnRound(device, plan, store, what=what)]
+
+
+class OwnRound(Feature):
+    """One round of a feature of the user's."""
+
+    def __init__(
+        self, device: DeviceFeature, plan: Plan, store: LocalStore | None, *, what: str
+    ) -> None:
+        self._device, self._plan, self._store, self._what = device, plan, store, what
+        self._before: dict[str, Tensor] = {}
+
+    def prepare(self, work: Work) -> None:
+        """Begin the round with the state that counts.
+
+        Raises:
+            ProtocolMismatch: its sums would be in clear, in a plan that hides the device's data.
+            StateError: the state cannot be read.
+        """
+        terms = self._device.terms
+        is_hidden = self._plan.hides_data or self._plan.hides_pace
+        num_values = work.context.image.layout.num_parameters
+        if is_hidden and named_sums([terms], num_values).of:
+            raise ProtocolMismatch(
+                f"{work.context.name}: {self._what} asks for sums in clear, in a plan that is "
+                "masked or private",
+                remedy="start the server without the feature, or without masks and privacy",
+            )
+        self._before = _settled(self._store, self._plan.counted_round)
+        self._device.state = {name: tensor.clone() for name, tensor in self._before.items()}
+        with running(self._what):
+            self._device.begin(DeviceWork(work))
+
+    def direction(self, work: Work, mean_P: Tensor) -> None:
+        with running(self._what):
+            self._device.direction(DeviceWork(work), mean_P)
+
+    def sums(self, work: Work) -> Mapping[str, Tensor]:
+        with running(self._what):
+            self._device.end(DeviceWork(work))
+        return self._device.sums
+
+    def keep(self) -> None:
+        """Store the state as that of a round which may count.
+
+        Raises:
+            StateError: it cannot be written, or is no dictionary of tensors.
+        """
+        state = self._device.state
+        if self._store is None or not (state or self._before):
+            return
+        from safetensors.torch import save  # most devices keep nothing
+
+        tensors = {name: tensor.contiguous() for name, tensor in self._before.items()}
+        tensors |= {
+            PENDING + name: tensor.detach().clone().contiguous() for name, tensor in state.items()
+        }
+        try:
+            self._store.save_bytes(save(tensors, {"pending_round": json.dumps(self._plan.round)}))
+        except (OSError, ValueError) as error:
+            raise StateError(f"the state of {self._what} cannot be written: {error}") from error
+
+
+def _settled(store: LocalStore | None, counted_round: int | None) -> dict[str, Tensor]:
+    """Return the state with the pending round's, if that round was counted."""
+    data = None if store is None else store.load_bytes()
+    if store is None or data is None:
+        return {}
+    from safetensors.torch import load
+
+    try:
+        header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        pending_round = json.loads(header["__metadata__"]["pending_round"])
+        tensors = load(data)
+    except Exception as error:
+        if isinstance(error, HeadwaterError):
+            raise
+        raise StateError(
+            f"{store.where} is damaged: {error}", remedy="delete it: the feature begins anew"
+        ) from error
+    is_counted = pending_round == counted_round
+    return {
+        name.removeprefix(PENDING): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(PENDING) == is_counted
+    }

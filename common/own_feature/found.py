@@ -1,0 +1,61 @@
+"""Finds the feature that the settings name, and makes its terms known (docs/extend.md)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.common.errors import SettingsError
+from headwater.common.named_objects import find_named
+from headwater.common.settings.training import FeatureSettings
+from headwater.common.terms import KINDS, Terms, register
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,79}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFeature:
+    """A feature of the user's."""
+
+    name: str
+    """Of its terms in a plan, of its entry in a checkpoint, and of its sums."""
+    terms: type[Terms]
+    server: Any
+    """Its class ``Server``; None if it has none."""
+    device: Any
+    """Its class ``Device``; None if it has none."""
+
+
+def own_feature(chosen: FeatureSettings) -> OwnFeature | None:
+    """Return the feature that is named; None if none is.
+
+    Raises:
+        SettingsError: there is no such class, or it is no feature.
+    """
+    if chosen.name is None:
+        return None
+    kind = find_named(chosen.name, what="feature")
+    name = getattr(kind, "NAME", None) or getattr(kind, "__name__", "").lower()
+    server, device = getattr(kind, "Server", None), getattr(kind, "Device", None)
+    if server is None and device is None:
+        raise SettingsError(
+            f"the feature {chosen.name} has neither a class Server nor a class Device",
+            remedy="give it one of the two, or both (docs/extend.md)",
+        )
+    if not NAME.fullmatch(name) or name in KINDS:
+        raise SettingsError(
+            f"the feature {chosen.name} has the name {name!r}, which is taken or no name",
+            remedy="set NAME in the class: letters, digits and underscores",
+        )
+    terms = getattr(kind, "Terms", None) or Terms
+    if not (isinstance(terms, type) and issubclass(terms, Terms)):
+        raise SettingsError(
+            f"the feature {chosen.name} has Terms that are no headwater.Terms",
+            remedy="begin them with class Terms(headwater.Terms)",
+        )
+    if terms.__dict__.get("NAME") != name:
+        # One class for both sides of a process, which read and write each other's terms.
+        kind.Terms = terms = type("Terms", (terms,), {"NAME": name, "__module__": __name__})
+    register(terms)
+    return OwnFeature(name=name, terms=terms, server=server, device=device)

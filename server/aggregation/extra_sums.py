@@ -1,0 +1,55 @@
+"""Adds up the sums beside the model's, and divides each once.
+
+They are added as integers, as the model's is (``cohort_sum``): the order of the updates changes no
+bit. The scale is the one that the terms name, so that a sum does not depend on earlier rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.common.sums.named_sums import NamedSums
+from headwater.server.aggregation.cohort_sum import CohortSum
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """What a cohort sum needs of a layout: one tensor of this length."""
+
+    num_parameters: int
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        return ((0, self.num_parameters),)
+
+
+class ExtraSums:
+    """The named sums of one round."""
+
+    def __init__(self, asked: NamedSums) -> None:
+        self.asked = asked
+        self._sums: dict[str, CohortSum] = {}
+        for key, one in asked.of.items():
+            self._sums[key] = CohortSum(_Length(one.length))
+            self._sums[key].open(num_clients=1, planned_weight=1, scale_bits=one.scale_bits)
+
+    def add(self, sums: Mapping[str, Tensor], *, times: int = 1) -> None:
+        """Add those of one update, which counts so many times."""
+        for key, total in self._sums.items():
+            total.fold(sums[key], 0, times=times)
+
+    def close(self, *, weight: int) -> dict[str, Tensor]:
+        """Return each sum in float64, divided by the round's weight if it is a mean."""
+        found = {}
+        for key, total in self._sums.items():
+            part = total.part()
+            values = part.integers_P.astype(np.float64) * 2.0 ** -part.scale_bits[0]
+            if self.asked.of[key].is_mean:
+                values /= weight
+            found[key] = torch.from_numpy(values)
+        return found

@@ -1,0 +1,153 @@
+"""Features as users write them: each one published idea, in one class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headwater
+
+
+class Pull:
+    """FedProx (Li et al. 2020): each local step is pulled towards the server's model."""
+
+    class Terms(headwater.Terms):
+        mu: float
+
+    class Server(headwater.ServerFeature):
+        def __init__(self, run: Any, mu: float = 0.1) -> None:
+            super().__init__(run)
+            self.mu = mu
+
+        def terms(self) -> headwater.Terms:
+            found: headwater.Terms = self.Terms(mu=self.mu)
+            return found
+
+    class Device(headwater.DeviceFeature):
+        def begin(self, work: headwater.DeviceWork) -> None:
+            self.start_P = work.parameters_P.clone()
+
+        def direction(self, work: headwater.DeviceWork, mean_P: Tensor) -> None:
+            mean_P += self.terms.mu * (work.parameters_P - self.start_P)
+
+
+class Histogram:
+    """How many examples of each label the round's devices have used."""
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {"labels": headwater.SumOf(length=2)}
+
+    class Server(headwater.ServerFeature):
+        def __init__(self, run: Any) -> None:
+            super().__init__(run)
+            self.seen: list[list[float]] = []
+
+        def committed(self, done: Any) -> None:
+            self.seen.append(done.sums["labels"].tolist())
+
+        def to_json(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def restore(self, row: Any, tensors: Any) -> None:
+            self.seen = row.get("seen", [])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            labels = [int(label) for _, label in work.examples()]
+            self.sums = {"labels": torch.bincount(torch.tensor(labels), minlength=2)}
+
+
+class LossesBefore(Histogram):
+    """The sum of the losses of the model as it was sent, as q-FFL (Li et al. 2020) needs it."""
+
+    NAME = "losses"
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {"labels": headwater.SumOf(length=1, is_mean=True)}
+
+    class Device(headwater.DeviceFeature):
+        def begin(self, work: headwater.DeviceWork) -> None:
+            self.before = sum(loss for loss, _ in work.losses())
+
+        def end(self, work: headwater.DeviceWork) -> None:
+            self.sums = {"labels": torch.tensor([self.before])}
+
+
+class HighestLosses:
+    """Power of choice (Cho et al. 2020): those whose last loss was the highest come first."""
+
+    class Server(headwater.ServerFeature):
+        def __init__(self, run: Any) -> None:
+            super().__init__(run)
+            self.losses: dict[str, float] = {}
+
+        def turns(self, names: Any) -> Any:
+            return sorted(names, key=lambda name: (-self.losses.get(name, torch.inf), name))
+
+        def answered(self, opened: Any) -> None:
+            reports = opened.accepted.values()
+            self.losses |= {one.name: one.loss_sum / one.weight for one in reports}
+
+        def to_json(self) -> dict[str, Any]:
+            return {"losses": self.losses}
+
+        def restore(self, row: Any, tensors: Any) -> None:
+            self.losses = row.get("losses", {})
+
+
+class GeometricMedian:
+    """The geometric median of the updates (Pillutla et al. 2022), by Weiszfeld's steps."""
+
+    class Server(headwater.ServerFeature):
+        def open(self, opening: Any) -> None:
+            self.rows: list[tuple[Tensor, int]] = []
+            opening.held = self
+
+        def add(self, values_P: Tensor, weight: int) -> None:
+            self.rows.append((values_P / weight, weight))
+
+        def close(self, total: Any = None, fleet: Any = None) -> Any:
+            if fleet is not None:  # the moment of the run, which leaves the sum to the holder
+                return None
+            points = torch.stack([mean_P for mean_P, _ in self.rows]).double()
+            weights = torch.tensor([weight for _, weight in self.rows]).double()
+            median_P = (points * weights[:, None]).sum(0) / weights.sum()
+            for _ in range(50):
+                pull = weights / (points - median_P).norm(dim=1).clamp_min(1e-9)
+                median_P = (points * pull[:, None]).sum(0) / pull.sum()
+            return median_P.float(), int(weights.sum())
+
+
+class StopsAtThree:
+    """Ends a run by a rule of its own."""
+
+    class Server(headwater.ServerFeature):
+        def why_stopped(self) -> str | None:
+            return "three rounds are enough" if self.run.round >= 3 else None
+
+
+class WrongSums(Histogram):
+    """Sends another length than its terms say."""
+
+    NAME = "wrong"
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            self.sums = {"labels": torch.zeros(3)}
+
+
+class Secagg:
+    """Has a name that is taken."""
+
+    NAME = "secagg"
+
+    class Server(headwater.ServerFeature):
+        pass
+
+
+class Nothing:
+    """Is no feature."""

@@ -1,0 +1,274 @@
+"""Features of the user's, against plain PyTorch loops; the same on every way of running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import headwater
+from headwater.client.training.sampler import SamplerPosition, window
+from headwater.common.errors import SettingsError
+from headwater.server.rounds import checkpoint
+from tests.own_feature import features
+from tests.python_tasks import SIGNS, Signs
+
+HERE = Path(__file__).resolve().parent
+SCAFFOLD = str(HERE.parents[1] / "examples" / "extensions" / "scaffold.py") + ":Scaffold"
+CLIENTS, STEPS, SIZE, RATE = 3, 4, 10, 0.1
+LOCAL: dict[str, Any] = {
+    "clients": CLIENTS,
+    "local_steps": STEPS,
+    "accumulation_steps": 1,
+    "micro_batch_size": SIZE,
+    "local_learning_rate": RATE,
+    "optimizer": "sgd",
+    "learning_rate": 1.0,
+    "progress": False,
+}
+
+
+def named(name: str) -> str:
+    return f"{HERE / 'features.py'}:{name}"
+
+
+def batches_of(client: int, number: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return the batches of a client's local steps in round ``number``: its whole data."""
+    data = Signs().train_examples(data=None, part=client, num_parts=CLIENTS)
+    place = SamplerPosition(epoch=number - 1)
+    taken = window(place, quota=len(data), run_seed=0, name=str(client), num_examples=len(data))
+    inputs, labels = data.tensors
+    return [
+        (inputs[list(at)], labels[list(at)])
+        for at in (taken.positions[step * SIZE :][:SIZE] for step in range(STEPS))
+    ]
+
+
+def gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    model.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def vector(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def initial() -> nn.Module:
+    run = headwater.simulate(Signs, **{**LOCAL, "rounds": 1, "learning_rate": 1e-30})
+    return run.model
+
+
+def put(model: nn.Module, values_P: Tensor) -> None:
+    nn.utils.vector_to_parameters(values_P, model.parameters())
+
+
+def scaffold_by_a_plain_loop(num_rounds: int) -> Tensor:
+    """SCAFFOLD, algorithm 1 with option II, all clients in each round."""
+    model = initial()
+    server_P = vector(model)
+    mean_variate = torch.zeros_like(server_P)
+    variates = [torch.zeros_like(server_P) for _ in range(CLIENTS)]
+    for number in range(1, num_rounds + 1):
+        moves, changes = [], []
+        for client in range(CLIENTS):
+            put(model, server_P)
+            for batch in batches_of(client, number):
+                step = gradient(model, batch) + mean_variate - variates[client]
+                put(model, vector(model) - RATE * step)
+            move = server_P - vector(model)
+            new = variates[client] - mean_variate + move / (STEPS * RATE)
+            moves.append(move)
+            changes.append(new - variates[client])
+            variates[client] = new
+        server_P = server_P - sum(moves) / CLIENTS
+        mean_variate = mean_variate + sum(changes) / CLIENTS
+    return server_P
+
+
+def test_scaffold_is_that_of_a_plain_loop() -> None:
+    run = headwater.simulate(Signs, **LOCAL, rounds=4, feature=SCAFFOLD)
+    torch.testing.assert_close(vector(run.model), scaffold_by_a_plain_loop(4), rtol=2e-5, atol=2e-6)
+    plain = headwater.simulate(Signs, **LOCAL, rounds=4)
+    assert not torch.allclose(vector(run.model), vector(plain.model), atol=1e-4)
+
+
+def test_scaffold_is_the_same_over_a_network_and_after_a_resume(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**LOCAL, "feature": SCAFFOLD}
+    models = []
+    for name in ("in-process", "grpc"):
+        engine = {"simulation.engine": name}
+        headwater.simulate(SIGNS, **given, rounds=4, out=tmp_path / name, settings=engine)
+        models.append(load_file(tmp_path / name / "model.safetensors"))
+    headwater.simulate(SIGNS, **given, rounds=2, out=tmp_path / "resumed")
+    headwater.simulate(SIGNS, **given, rounds=4, out=tmp_path / "resumed", resume=True)
+    models.append(load_file(tmp_path / "resumed" / "model.safetensors"))
+    for other in models[1:]:
+        assert_same(models[0], other)
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_run_is_not_resumed_without_its_feature(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**LOCAL, "feature": SCAFFOLD}
+    headwater.simulate(SIGNS, **given, rounds=1, out=tmp_path / "run")
+    settings = tmp_path / "run" / "settings.toml"
+    text = settings.read_text()
+    assert text.count(SCAFFOLD) == 1
+    settings.write_text("".join(line for line in text.splitlines(True) if SCAFFOLD not in line))
+    with pytest.raises(SettingsError, match="scaffold"):
+        headwater.simulate(SIGNS, **LOCAL, rounds=2, out=tmp_path / "run", resume=True)
+
+
+def test_a_direction_of_one_s_own_is_the_built_in_one() -> None:
+    """FedProx, which ``--algorithm fedprox`` has too."""
+    mu = 0.3
+    own = headwater.simulate(
+        Signs,
+        **LOCAL,
+        rounds=3,
+        feature=features.Pull,
+        settings={"feature.arguments": {"mu": mu}},
+    )
+    built_in = headwater.simulate(
+        Signs, **LOCAL, rounds=3, algorithm="fedprox", settings={"local.proximal": mu}
+    )
+    torch.testing.assert_close(vector(own.model), vector(built_in.model), rtol=1e-5, atol=1e-6)
+
+
+def labels_seen(tmp_path: Path, feature: str = "Histogram", **more: Any) -> list[list[float]]:
+    headwater.simulate(
+        SIGNS,
+        clients=4,
+        rounds=3,
+        feature=named(feature),
+        out=tmp_path,
+        progress=False,
+        **more,
+    )
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    seen: list[list[float]] = next(iter(saved.progress.features.values()))["seen"]
+    return seen
+
+
+def test_a_loss_of_the_received_model_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"accumulation_steps": 4, "micro_batch_size": 10}
+    given |= {"optimizer": "sgd", "learning_rate": 0.5}
+    found = labels_seen(tmp_path, "LossesBefore", **given)
+    model, values_P = Signs().new_model(), vector(initial())
+    for number in range(3):
+        put(model, values_P)
+        losses, sums = [], []
+        for part in range(4):
+            inputs, labels = Signs().train_examples(data=None, part=part, num_parts=4).tensors
+            losses.append(float(cross_entropy(model(inputs), labels, reduction="sum").detach()))
+            sums.append(gradient(model, (inputs, labels)))
+        assert found[number] == pytest.approx([sum(losses) / 160], rel=1e-5)
+        values_P = values_P - 0.5 * torch.stack(sums).mean(0)
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_a_sum_beside_the_model_s_is_exact(tmp_path: Path, engine: str) -> None:
+    seen = labels_seen(
+        tmp_path, accumulation_steps=4, micro_batch_size=10, settings={"simulation.engine": engine}
+    )
+    labels = torch.cat(
+        [Signs().train_examples(data=None, part=p, num_parts=4)[:][1] for p in range(4)]
+    )
+    assert seen == [torch.bincount(labels, minlength=2).tolist()] * 3
+
+
+def test_a_sum_beside_an_encoded_model_s_is_exact(tmp_path: Path) -> None:
+    settings = {"simulation.engine": "grpc", "compression.up": "int8"}
+    more: dict[str, Any] = {"accumulation_steps": 4, "micro_batch_size": 10}
+    assert labels_seen(tmp_path / "int8", settings=settings, **more) == labels_seen(
+        tmp_path / "plain", **more
+    )
+
+
+def test_a_sum_of_another_length_is_no_update_and_the_run_says_so() -> None:
+    given: dict[str, Any] = {"settings": {"cohort.max_aborted_rounds": 1}}
+    with pytest.raises(headwater.HeadwaterError) as found:
+        headwater.simulate(
+            Signs, clients=2, rounds=1, feature=features.WrongSums, progress=False, **given
+        )
+    assert "the sum labels has 3 values, the plan asks for 2" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"secure_aggregation": "semi-honest"},
+        {"privacy_epsilon": 5.0, "accumulation_steps": 4, "micro_batch_size": 8},
+    ],
+)
+def test_a_sum_in_clear_goes_with_no_masks_and_no_privacy(hidden: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="beside the model's"):
+        headwater.simulate(
+            Signs, clients=5, rounds=1, feature=features.Histogram, progress=False, **hidden
+        )
+
+
+def test_a_feature_without_sums_trains_under_masks() -> None:
+    given: dict[str, Any] = {**LOCAL, "rounds": 2, "settings": {"feature.arguments": {"mu": 0.5}}}
+    given["clients"] = 5
+    plain = headwater.simulate(Signs, **given, feature=features.Pull)
+    masked = headwater.simulate(
+        Signs, **given, feature=features.Pull, secure_aggregation="semi-honest"
+    )
+    torch.testing.assert_close(vector(masked.model), vector(plain.model), rtol=1e-3, atol=1e-4)
+
+
+def test_clients_are_chosen_by_a_feature(tmp_path: Path) -> None:
+    run = headwater.simulate(
+        Signs, clients=6, cohort_size=2, rounds=6, feature=features.HighestLosses, progress=False
+    )
+    invited = [{one.name for one in row.clients} for row in run.history]
+    assert invited[:3] == [{"0", "1"}, {"2", "3"}, {"4", "5"}]  # the unknown first
+    losses = {one.name: one.loss for row in run.history[:3] for one in row.clients}
+    for row, names in zip(run.history[3:], invited[3:], strict=True):
+        assert names == set(sorted(losses, key=lambda name: -losses[name])[:2])
+        losses |= {one.name: one.loss for one in row.clients}
+
+
+def test_a_holder_of_one_s_own_sees_each_update() -> None:
+    given: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.5, "progress": False}
+    given |= {"clients": 4, "rounds": 1, "accumulation_steps": 4, "micro_batch_size": 10}
+    before = vector(headwater.simulate(Signs, **given | {"learning_rate": 1e-30}).model)
+    run = headwater.simulate(Signs, **given, feature=features.GeometricMedian)
+    points = []
+    for client in range(4):
+        model = Signs().new_model()
+        put(model, before)
+        inputs, labels = Signs().train_examples(data=None, part=client, num_parts=4)[:]
+        points.append(gradient(model, (inputs, labels)).double())
+    found = ((before - vector(run.model)) / 0.5).double()
+    directions = [(point - found) / (point - found).norm() for point in points]
+    assert torch.stack(directions).sum(0).norm() < 1e-3  # where the pulls of all points cancel
+
+
+def test_a_feature_ends_a_run_by_a_rule_of_its_own() -> None:
+    run = headwater.simulate(
+        Signs, clients=2, rounds=9, feature=features.StopsAtThree, progress=False
+    )
+    assert len(run.history) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("Nothing", "neither a class Server"), ("Secagg", "taken"), ("Missing", "has no Missing")],
+)
+def test_what_is_no_feature_is_refused_by_its_name(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        headwater.simulate(Signs, clients=2, rounds=1, feature=named(name), progress=False)
