@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.sums.named_sums import NamedSums
+from headwater.common.terms import SumOf
 from headwater.server.aggregation.cohort_sum import CohortSum
 
 
@@ -31,17 +31,17 @@ class _Length:
 class ExtraSums:
     """The named sums of one round."""
 
-    def __init__(self, asked: NamedSums) -> None:
+    def __init__(self, asked: Mapping[str, SumOf]) -> None:
         self.asked = asked
         self._sums: dict[str, CohortSum] = {}
-        for key, one in asked.of.items():
+        for key, one in asked.items():
             self._sums[key] = CohortSum(_Length(one.length))
             self._sums[key].open(num_clients=1, planned_weight=1, scale_bits=one.scale_bits)
 
     def add(self, sums: Mapping[str, Tensor], *, times: int = 1) -> None:
-        """Add those of one update, which counts so many times."""
-        for key, total in self._sums.items():
-            total.fold(sums[key], 0, times=times)
+        """Add those of one update, which counts so many times; its plan may ask for fewer."""
+        for key, values in sums.items():
+            self._sums[key].fold(values, 0, times=times)
 
     def close(self, *, weight: int) -> dict[str, Tensor]:
         """Return each sum in float64, divided by the round's weight if it is a mean."""
@@ -49,7 +49,7 @@ class ExtraSums:
         for key, total in self._sums.items():
             part = total.part()
             values = part.integers_P.astype(np.float64) * 2.0 ** -part.scale_bits[0]
-            if self.asked.of[key].is_mean:
+            if self.asked[key].is_mean:
                 values /= weight
             found[key] = torch.from_numpy(values)
         return found

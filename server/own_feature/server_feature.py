@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwater.common.errors import SettingsError
+from headwater.common.named_objects import check_arguments
 from headwater.common.own_feature.found import own_feature
 from headwater.common.terms import Terms
 from headwater.common.user_code import running
@@ -23,15 +24,19 @@ class ServerFeature(RunFeature):
         """Take the run; a subclass may have arguments of its own (``--feature-argument``)."""
         self.run = run
 
-    def terms(self) -> Terms:
-        """Return what the plans of the next round ask; by default terms without fields."""
+    def terms(self) -> Terms | None:
+        """Return what all plans of the next round ask; None: nothing.
+
+        By default terms without fields, which devices answer by what their side does. ``open`` may
+        add terms to the plans of some: ``opening.plans[name].asking(self.Terms(...))``.
+        """
         found: Terms = self.Terms()
         return found
 
     def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        terms = self.terms()
-        for draft in drafts:
-            draft.ask(terms)
+        if (terms := self.terms()) is not None:
+            for draft in drafts:
+                draft.ask(terms)
 
 
 def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
@@ -47,11 +52,14 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
         return None
     what = f"the feature {found.name}"
     kind = found.server or ServerFeature
+    check_arguments(kind, chosen.arguments, what=what, num_own=1)
     with running(what):
-        made: ServerFeature = kind(run, **chosen.arguments)
-    made.Terms = found.terms
-    with running(what):
-        asked = made.terms().sums(run.image.layout.num_parameters)
+        # Known before it begins, also to one that has no side on the server.
+        made: ServerFeature = type(kind.__name__, (kind,), {"Terms": found.terms})(
+            run, **chosen.arguments
+        )
+        terms = made.terms()
+        asked = {} if terms is None else terms.sums(run.image.layout.num_parameters)
     settings = run.settings
     hidden = {
         "--secure-aggregation": settings.secure.aggregation != "off",

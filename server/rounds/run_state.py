@@ -8,7 +8,7 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -192,7 +192,6 @@ class Training:
             scale_bits=opening.scale_bits,
         )
         self._opening = opening
-        asked = next((plan for plan in islice(plans.values(), 1) if plan.terms), None)
         return OpenRound(
             plans=plans,
             total=self.sum,
@@ -205,15 +204,19 @@ class Training:
             held=opening.held,
             releases_reports=opening.releases_reports,
             times_of=times_of,
-            extra=None if asked is None else self._extra_sums(asked),
+            extra=self._extra_sums(plans.values()),
         )
 
-    def _extra_sums(self, plan: Plan) -> ExtraSums | None:
-        """Return what adds up the sums beside the model's; None if the plan asks for none."""
+    def _extra_sums(self, plans: Iterable[Plan]) -> ExtraSums | None:
+        """Return what adds up the sums beside the model's; None if no plan asks for one."""
+        kinds = {tuple(plan.terms): plan for plan in plans if plan.terms}
+        if not kinds:
+            return None
         from headwater.server.aggregation.extra_sums import ExtraSums  # few rounds have some
 
-        asked = plan.extra_sums(self.image.layout.num_parameters)
-        return ExtraSums(asked) if asked.of else None
+        number = self.image.layout.num_parameters
+        asked = {key: one for p in kinds.values() for key, one in p.extra_sums(number).of.items()}
+        return ExtraSums(asked) if asked else None
 
     def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
         """Return what an aggregator needs for its devices' part of the open round."""
