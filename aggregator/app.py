@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from headwater.aggregator.branch import Branch
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
-from headwater.client.flower.frozen_parts import holds_frozen, take_frozen
 from headwater.client.flower.request import read_request
+from headwater.client.frozen.frozen_parts import holds_frozen, take_frozen
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest

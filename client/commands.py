@@ -280,7 +280,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     from headwater.common.wording import counted
 
     if requires_masks:
-        from headwater.client.flower.masked_description import learn_metrics
+        from headwater.client.masked_rounds.masked_description import learn_metrics
     trainer.examples(identity)
     certificate, limits = None, None
     if credentials is not None:

@@ -6,7 +6,8 @@ A feature is imported when a plan asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work, carry_out
@@ -32,18 +33,12 @@ def features_of(
     ``algorithm`` is the device's.
     """
     found: list[Feature] = [*own]
-    if algorithm is not None or plan.moves_model:
-        from headwater.client.local_training.local_training import LocalTraining
-
-        found.append(LocalTraining(algorithm))
+    if algorithm is not None or ("local_training" in plan.terms and plan.moves_model):
+        found.append(_loaded("local_training.local_training:LocalTraining")(algorithm))
     if context.image.local_L.numel():
-        from headwater.client.own_parameters.own_step import OwnStep
-
-        found.append(OwnStep())
+        found.append(_loaded("own_parameters.own_step:OwnStep")())
     if "privacy" in plan.terms:
-        from headwater.client.privacy.private_round import PrivateRound
-
-        found.append(PrivateRound())
+        found.append(_loaded("privacy.private_round:PrivateRound")())
     return found
 
 
@@ -81,6 +76,13 @@ def own_rounds(
     """
     if settings.feature.name is None:
         return ()
-    from headwater.client.own_feature import own_round
+    found: Sequence[OwnRound] = _loaded("own_feature.own_round:own_rounds")(
+        plan, settings.feature, store("feature")
+    )
+    return found
 
-    return own_round.own_rounds(plan, settings.feature, store("feature"))
+
+def _loaded(place: str) -> Any:
+    """Return what a room of the client holds: the arrows from a feature run to the core alone."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"headwater.client.{module}"), name)

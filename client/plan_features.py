@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from flwr.app import RecordDict
 
-from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.request import SECURE_MODE, DeviceRequest
 from headwater.client.flower.state_file import EXAMPLES, SAMPLER, offline_name
 from headwater.client.training.sampler import SamplerState
 from headwater.common.flower import records
@@ -70,10 +70,11 @@ class MaskedPlans(PlanFeature):
     """Secure aggregation: what the owner requires, and updates that wait for a session."""
 
     def check(self, request: DeviceRequest, plan: Plan) -> None:
+        from headwater.client.masked_rounds.of_request import secure_of
         from headwater.client.secagg.prepare import check_masking
 
-        name = request.identity.name
-        check_masking(request.secure, is_masked="secagg" in plan.terms, name=name, what="an update")
+        name, is_masked = request.identity.name, "secagg" in plan.terms
+        check_masking(secure_of(request), is_masked=is_masked, name=name, what="an update")
 
     def prepare(self, request: DeviceRequest, plan: Plan) -> None:
         """Erase the sessions of other rounds."""
@@ -86,20 +87,24 @@ class MaskedPlans(PlanFeature):
             run_id = request.context.run_id
             pending.start_plan(run_id=run_id, round_number=plan.round, name=name)
         if not records.is_view(request.message.content):  # an engine where no process stays
-            request.suspended.discard()
+            from headwater.client.masked_rounds.suspended_updates import suspended_of
+
+            suspended = suspended_of(request)
+            suspended.discard()
             if "secagg" in plan.terms:
-                request.suspended.prepare()
+                suspended.prepare()
 
     def allow(self, request: DeviceRequest, plan: Plan) -> None:
-        from headwater.client.flower.masked_description import told_examples
+        from headwater.client.masked_rounds.masked_description import told_examples
+        from headwater.client.masked_rounds.of_request import secure_of
         from headwater.client.secagg.plan_policy import check_plan
 
         if "secagg" in plan.terms:
             told, name = told_examples(request, plan), request.identity.name
-            check_plan(plan, request.secure, name=name, told_examples=told)
+            check_plan(plan, secure_of(request), name=name, told_examples=told)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
-        from headwater.client.flower.masked_answers import train_masked
+        from headwater.client.masked_rounds.masked_answers import train_masked
 
         if "secagg" not in plan.terms:
             return None
@@ -109,10 +114,11 @@ class MaskedPlans(PlanFeature):
         return train_masked(request, plan)
 
     def check_test(self, request: DeviceRequest) -> None:
+        from headwater.client.masked_rounds.of_request import secure_of
         from headwater.client.secagg.prepare import check_masking
 
         name = request.identity.name
-        check_masking(request.secure, is_masked=False, name=name, what="the held-out loss")
+        check_masking(secure_of(request), is_masked=False, name=name, what="the held-out loss")
 
 
 class OfflineSums(PlanFeature):
@@ -133,10 +139,11 @@ class GrowingData(PlanFeature):
 
     def prepare(self, request: DeviceRequest, plan: Plan) -> None:
         """Follow what changed in the data at an epoch's end."""
+        from headwater.client.growing_data.known_examples import known_examples_of
         from headwater.client.growing_data.refresh import watch_of
 
         found = watch_of(request.trainer).refreshed(
-            request.trainer, request.identity, plan, request.sampler, request.examples
+            request.trainer, request.identity, plan, request.sampler, known_examples_of(request)
         )
         if found is None:
             return
@@ -157,21 +164,21 @@ class PrivatePlans(PlanFeature):
     """Privacy: what noise for single examples excludes, the owner's limit, and what is spent."""
 
     def allow(self, request: DeviceRequest, plan: Plan) -> None:
-        from headwater.client.privacy.budget import check_budget
+        from headwater.client.privacy.budget import check_budget, spent_of
 
         name, window = request.identity.name, None
         if plan.uses_whole_window:
-            from headwater.client.flower.private_rounds import planned_window
             from headwater.client.privacy.example_unit import check_example_unit
+            from headwater.client.privacy.private_rounds import planned_window
 
             has_local = request.local_store is not None
             check_example_unit(plan, request.sampler, name=name, has_local=has_local)
-            window = planned_window(request, plan)
+            window = planned_window(request, plan, own_order_seed(request, plan))
         chosen = request.settings.privacy
-        check_budget(plan, chosen, name=name, spent=request.spent, window=window)
+        check_budget(plan, chosen, name=name, spent=spent_of(request), window=window)
 
     def sent(self, request: DeviceRequest, plan: Plan, sampler: SamplerState) -> None:
-        from headwater.client.flower.private_rounds import spend
+        from headwater.client.privacy.private_rounds import spend
         from headwater.common.privacy_terms import PrivacyTerms
 
         if (terms := plan.of(PrivacyTerms)) is not None:
@@ -189,9 +196,18 @@ class CompressedPlans(PlanFeature):
     def encode(
         self, request: DeviceRequest, plan: Plan, update: Update
     ) -> tuple[Update, bytearray | None]:
-        from headwater.client.compression.error_feedback import encoded_update
+        from headwater.client.compression.error_feedback import encoded_update, error_feedback_of
 
-        return encoded_update(update, plan, request.error_feedback)
+        return encoded_update(update, plan, error_feedback_of(request))
+
+
+def own_order_seed(request: DeviceRequest, plan: Plan) -> int | None:
+    """Return the seed of the device's own order of its examples; None in a plan without masks."""
+    if not plan.keeps_update:
+        return None
+    from headwater.client.masked_rounds.masked_answers import order_seed_of
+
+    return order_seed_of(request, plan)
 
 
 def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
@@ -225,7 +241,13 @@ def owner_features(request: DeviceRequest) -> Sequence[PlanFeature]:
 
 def requires_masks(request: DeviceRequest) -> bool:
     """Whether the owner, or the run, requires that updates are masked."""
-    return request.secure.aggregation != "off"
+    if request.settings.secure.aggregation != "off":
+        return True
+    if SECURE_MODE not in request.context.node_config:
+        return False
+    from headwater.client.masked_rounds.of_request import secure_of
+
+    return secure_of(request).aggregation != "off"
 
 
 def _has_masked() -> bool:
@@ -239,8 +261,8 @@ def _has_offline_sum(request: DeviceRequest) -> bool:
 
 
 def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDict:
-    """Describe a device that requires masks; see ``client.flower.masked_description``."""
-    from headwater.client.flower import masked_description
+    """Describe a device that requires masks; see ``client.masked_rounds.masked_description``."""
+    from headwater.client.masked_rounds import masked_description
 
     return masked_description.describe_masked(request, wanted)
 
@@ -258,7 +280,7 @@ def load_model(request: DeviceRequest, plan: Plan) -> None:
     if image is None:
         raise CorruptUpdate(f"round {plan.round}: the plan came without a model")
     if plan.frozen is not None or request.trainer.image.frozen_digest:
-        from headwater.client.flower.frozen_parts import require_frozen
+        from headwater.client.frozen.frozen_parts import require_frozen
 
         require_frozen(request, plan.frozen)
     request.trainer.loaded_model.load(request.context.run_id, plan.model_version, image)
@@ -268,7 +290,7 @@ def lacks_frozen(request: DeviceRequest, wanted: DescribeRequest) -> bool:
     """Return whether the device has not the frozen part that the server's model has."""
     if wanted.frozen is None and not request.trainer.image.frozen_digest:
         return False
-    from headwater.client.flower.frozen_parts import holds_frozen
+    from headwater.client.frozen.frozen_parts import holds_frozen
 
     return not holds_frozen(request, wanted.frozen)
 
@@ -281,14 +303,14 @@ PHASE_ACTIONS = (
 
 def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
     """Answer a phase of a secure session."""
-    from headwater.client.flower import session_phases
+    from headwater.client.masked_rounds import session_phases
 
     return session_phases.answer_phase(action, request)
 
 
 def take_frozen(request: DeviceRequest) -> RecordDict:
     """Take a frozen part that the server sent."""
-    from headwater.client.flower import frozen_parts
+    from headwater.client.frozen import frozen_parts
 
     return records.content_of(frozen_parts.take_frozen(request))
 

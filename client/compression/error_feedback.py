@@ -41,6 +41,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.client.compression.residual_slots import residual_slots_of
+from headwater.client.flower.request import DeviceRequest
 from headwater.common.compression.encoding import coding_of
 from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
@@ -290,3 +292,8 @@ def encoded_update(update: Update, plan: Plan, feedback: ErrorFeedback) -> tuple
     else:
         data = coding.encode(update.values_P, update.name)
     return replace(update, values_P=update.values_P[:0]), data
+
+
+def error_feedback_of(request: DeviceRequest) -> ErrorFeedback:
+    """Return what a device's compressed updates left out in this run."""
+    return ErrorFeedback(residual_slots_of(request), request.trainer.image.layout.digest)

@@ -9,6 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headwater.client.flower.request import RESIDUAL, DeviceRequest
+from headwater.client.flower.state_file import STATE
+from headwater.common.flower import records
+from headwater.common.settings.schema import ClientSettings
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 
 # A file that has not been written for so long belongs to a run that ended, as in the spool.
@@ -98,3 +102,24 @@ class ResidualsByCall:
 
     def remove(self, slot: int) -> None:
         self._delete(slot)
+
+
+def residual_slots_of(request: DeviceRequest) -> ResidualFiles | ResidualsByCall:
+    """Return where the device keeps what its compressed updates left out.
+
+    As ``local_store_of``: in files of its state folder or, for a simulated device without one, in
+    the context of its node.
+    """
+    context, name, is_simulated = request.context, request.identity.name, request.is_simulated
+    folder = context.node_config.get(STATE)
+    if folder is None and is_simulated:
+        return ResidualsByCall(
+            f"{name}: the node's entry {RESIDUAL}",
+            load=lambda slot: records.load_bytes(context, f"{RESIDUAL}-{slot}"),
+            save=lambda slot, data: records.save_bytes(context, f"{RESIDUAL}-{slot}", data),
+            delete=lambda slot: records.delete_state(context, f"{RESIDUAL}-{slot}"),
+        )
+    if folder is not None and is_simulated:  # the run's own folder
+        return ResidualFiles(Path(str(folder)), name=name, run_id=0, is_durable=False)
+    path = ClientSettings().state_folder if folder is None else Path(str(folder))
+    return ResidualFiles(path, name=name, run_id=context.run_id)

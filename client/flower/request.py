@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import Context, Message
@@ -18,7 +17,6 @@ from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.host_name import host_name
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import (
-    EXAMPLES,
     SAMPLER,
     SPEED,
     STATE,
@@ -32,17 +30,9 @@ from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
 from headwater.common.flower import records
 from headwater.common.model.local_state import LocalStore
-from headwater.common.settings.schema import ClientSettings, SecureSettings, Settings
+from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.common.stats.linear_fit import Line
-
-if TYPE_CHECKING:  # of features, which most devices do not use
-    from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
-    from headwater.client.enrolment.signing_identity import Enrolment
-    from headwater.client.flower.suspended_updates import SuspendedUpdate
-    from headwater.client.growing_data.known_examples import KnownExamples
-    from headwater.client.privacy.budget import SpentFile
-    from headwater.client.secagg.masked_history import MaskedHistory
 
 # Keys of a node's configuration.
 SIMULATED = "simulated"
@@ -79,14 +69,6 @@ class DeviceRequest:
         return run_trainer(self.settings)
 
     @property
-    def suspended(self) -> SuspendedUpdate:
-        """The device's update in the context, for engines where no process stays."""
-        from headwater.client.flower.suspended_updates import SuspendedUpdate
-
-        is_simulated = SIMULATED in self.context.node_config
-        return SuspendedUpdate(self.context, self.identity.name, is_simulated=is_simulated)
-
-    @property
     def state_folder(self) -> Path:
         """The folder of what the device remembers, from the node's configuration."""
         folder = self.context.node_config.get(STATE)
@@ -96,74 +78,6 @@ class DeviceRequest:
     def is_simulated(self) -> bool:
         """Whether one party plays the server and all devices, and nothing is hidden."""
         return SIMULATED in self.context.node_config
-
-    @property
-    def examples(self) -> KnownExamples | None:
-        """What identifies the examples that the sampler's position is in; None if not noted."""
-        from headwater.client.growing_data.known_examples import KnownExamples
-
-        plain = records.load_state(self.context, EXAMPLES)
-        return None if plain is None else KnownExamples.from_json(plain)
-
-    @property
-    def history(self) -> MaskedHistory:
-        """What the device has masked in all of its runs.
-
-        Raises:
-            StateError: its file cannot be read or written.
-        """
-        from headwater.client.secagg.masked_history import NoHistory, history_in
-
-        if self.is_simulated:
-            return NoHistory()
-        return history_in(self.state_folder / f"{self.identity.name}-masked.jsonl")
-
-    @property
-    def secure(self) -> SecureSettings:
-        """The stricter of the run's and the node's secure aggregation settings.
-
-        With our own stream the settings are the device's own. On Flower's engines they arrive
-        with the run, from the user who submits it.
-        """
-        node_config, secure = self.context.node_config, self.settings.secure
-        if SECURE_MODE in node_config or MIN_MEMBERS in node_config:
-            from headwater.client.secagg.prepare import strictest_settings
-
-            secure = strictest_settings(
-                secure,
-                mode=node_config.get(SECURE_MODE),
-                min_members=node_config.get(MIN_MEMBERS),
-            )
-        seed = node_config.get(ORDER_SEED)
-        return secure if seed is None else secure.model_copy(update={"order_seed": seed})
-
-    @property
-    def enrolment(self) -> Enrolment:
-        """The device's identity and allow-list, from the files in the node's configuration.
-
-        Raises:
-            IdentityProblem: a file is not what it should be.
-        """
-        from headwater.client.enrolment.signing_identity import read_enrolment, simulated_enrolment
-
-        name, node_config = self.identity.name, self.context.node_config
-        if SIMULATED in node_config:
-            return simulated_enrolment(name)
-        identity, allow_list = (node_config.get(key) for key in (IDENTITY, ALLOW_LIST))
-        return read_enrolment(
-            name,
-            identity=None if identity is None else Path(str(identity)),
-            allow_list=None if allow_list is None else Path(str(allow_list)),
-        )
-
-    @property
-    def spent(self) -> SpentFile | None:
-        """The file of what the device has spent; None for a simulated device, which keeps none."""
-        from headwater.client.privacy.budget import SpentFile
-
-        if self.is_simulated:
-            return None
-        return SpentFile(self.state_folder / f"{self.identity.name}.privacy.json")
 
     @property
     def hardware(self) -> Hardware:
@@ -185,14 +99,6 @@ class DeviceRequest:
     def feature_store(self, name: str) -> LocalStore:
         """Return where the state of a feature of the user's is kept."""
         return local_store_of(self.context, f"{self.identity.name}.{name}")
-
-    @property
-    def error_feedback(self) -> ErrorFeedback:
-        """What the device's compressed updates left out in this run."""
-        from headwater.client.compression.error_feedback import ErrorFeedback
-
-        slots = residual_slots_of(self.context, self.identity.name)
-        return ErrorFeedback(slots, self.trainer.image.layout.digest)
 
     @property
     def speed(self) -> Line | None:
@@ -217,28 +123,6 @@ def local_store_of(context: Context, name: str) -> LocalStore:
     if is_simulated:
         return local_file(path / f"{name}.safetensors", is_durable=False)
     return local_file(path / f"{name}-{context.run_id}.local.safetensors")
-
-
-def residual_slots_of(context: Context, name: str) -> ResidualSlots:
-    """Return where the device keeps what its compressed updates left out.
-
-    As ``local_store_of``: in files of its state folder or, for a simulated device without one, in
-    the context of its node.
-    """
-    from headwater.client.compression.residual_slots import ResidualFiles, ResidualsByCall
-
-    folder, is_simulated = context.node_config.get(STATE), SIMULATED in context.node_config
-    if folder is None and is_simulated:
-        return ResidualsByCall(
-            f"{name}: the node's entry {RESIDUAL}",
-            load=lambda slot: records.load_bytes(context, f"{RESIDUAL}-{slot}"),
-            save=lambda slot, data: records.save_bytes(context, f"{RESIDUAL}-{slot}", data),
-            delete=lambda slot: records.delete_state(context, f"{RESIDUAL}-{slot}"),
-        )
-    if folder is not None and is_simulated:  # the run's own folder
-        return ResidualFiles(Path(str(folder)), name=name, run_id=0, is_durable=False)
-    path = ClientSettings().state_folder if folder is None else Path(str(folder))
-    return ResidualFiles(path, name=name, run_id=context.run_id)
 
 
 def read_request(message: Message, context: Context, hardware_of: HardwareOf) -> DeviceRequest:

@@ -12,17 +12,16 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.model.local_state import LocalStore
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
-
-if TYPE_CHECKING:
-    from headwater.client.secagg.types import SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -58,25 +57,6 @@ def _read_place(plain: Plain) -> SamplerPosition:
     return SamplerPosition(**{**plain, "skipped": tuple(plain.get("skipped", ()))})
 
 
-def read_record(plain: Plain | None) -> SessionRecord:
-    """Return the record of the run's secure sessions; empty if there is no entry."""
-    from headwater.client.secagg.types import SessionRecord  # most devices never mask
-
-    return SessionRecord() if plain is None else SessionRecord.of(plain)
-
-
-def _read_repeats(plain: Plain) -> object:
-    from headwater.client.secagg.plan_policy import PlanRepeats
-
-    return PlanRepeats.of(plain)
-
-
-def _read_examples(plain: Plain) -> object:
-    from headwater.client.growing_data.known_examples import KnownExamples
-
-    return KnownExamples.from_json(plain)
-
-
 def read_speed(plain: Plain | None) -> Line | None:
     """Return the seconds of a micro-batch as a line in its size; None if it was never measured."""
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
@@ -87,13 +67,19 @@ def read_term(plain: Plain) -> int:
     return int(plain["number"])
 
 
+def _read_as(module: str, kind: str, method: str, plain: Plain) -> object:
+    return getattr(getattr(import_module(module), kind), method)(plain)
+
+
+KNOWN_EXAMPLES = "headwater.client.growing_data.known_examples"
+# An entry of a feature is read by its own code.
 READERS: Mapping[str, Callable[[Plain], object]] = {
     SAMPLER: read_sampler,
-    SECURE: read_record,
+    SECURE: partial(_read_as, "headwater.client.secagg.types", "SessionRecord", "of"),
     SPEED: read_speed,
-    REPEATS: _read_repeats,
+    REPEATS: partial(_read_as, "headwater.client.secagg.plan_policy", "PlanRepeats", "of"),
     TERM: read_term,
-    EXAMPLES: _read_examples,
+    EXAMPLES: partial(_read_as, KNOWN_EXAMPLES, "KnownExamples", "from_json"),
 }
 _REMOVED = ("masked_pace",)  # in files of earlier versions
 

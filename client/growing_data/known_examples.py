@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.state_file import EXAMPLES
 from headwater.common.errors import TaskError
+from headwater.common.flower import records
 from headwater.common.task import Examples
 
 NAMES = "example_names"
@@ -101,3 +104,9 @@ class KnownExamples:
         if self.hashes is not None:
             names = base64.b64encode(self.hashes.astype("<u8").tobytes()).decode()
         return {"epoch": self.epoch, "number": self.number, "names": names}
+
+
+def known_examples_of(request: DeviceRequest) -> KnownExamples | None:
+    """Return what identifies the examples that the sampler is at; None if it was not noted."""
+    plain = records.load_state(request.context, EXAMPLES)
+    return None if plain is None else KnownExamples.from_json(plain)

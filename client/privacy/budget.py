@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headwater.client.flower.request import DeviceRequest
 from headwater.client.privacy.example_spending import (
     OF_A_DEVICE_S_ROUND,
     ExampleSpent,
@@ -233,3 +234,10 @@ def check_test(chosen: PrivacySettings, *, name: str) -> None:
     """
     if chosen.budget is not None:
         raise PrivacyRequired(f"{name}: the server asks for a loss without noise")
+
+
+def spent_of(request: DeviceRequest) -> SpentFile | None:
+    """Return the file of what a device has spent; None for a simulated one, which keeps none."""
+    if request.is_simulated:
+        return None
+    return SpentFile(request.state_folder / f"{request.identity.name}.privacy.json")

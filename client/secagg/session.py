@@ -58,7 +58,7 @@ class SecureSession:
         """Start with an update and the record of this run's earlier sessions.
 
         ``store`` makes a record durable before it returns; it must be set before the first request.
-        ``state`` continues a session from another process (``client.flower.suspended_updates``).
+        ``state`` continues a session from another process (``masked_rounds.suspended_updates``).
         ``is_view`` says that the grid reads the masked vector as a view of this process's memory.
         """
         self.device = device

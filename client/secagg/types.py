@@ -108,3 +108,8 @@ class UnmaskedUpdate:
     def weight(self) -> int:
         """The update's weight: what the vector was summed over."""
         return int(self.numbers[WEIGHT])
+
+
+def read_record(plain: Mapping[str, Any] | None) -> SessionRecord:
+    """Return the record of a run's secure sessions; empty if there is no entry."""
+    return SessionRecord() if plain is None else SessionRecord.of(plain)

@@ -26,7 +26,7 @@ UNUSED = {
     "cryptography.x509",
     "psutil",
     "headwater.client.secagg.session",
-    "headwater.client.flower.suspended_updates",
+    "headwater.client.masked_rounds.suspended_updates",
     "torch._dynamo",
 }
 

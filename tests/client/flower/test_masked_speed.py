@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.client.flower.masked_description import zeros_like
+from headwater.client.masked_rounds.masked_description import zeros_like
 
 
 @pytest.mark.parametrize(

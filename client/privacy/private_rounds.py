@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from headwater.client.flower.masked_answers import order_seed_of
 from headwater.client.flower.request import DeviceRequest
+from headwater.client.privacy.budget import spent_of
 from headwater.client.privacy.example_spending import EpochPlace, UpdateCost, UsedWindow
 from headwater.client.secagg.noise_share import opened_rho
 from headwater.client.secagg.session import SecureSession
@@ -36,17 +36,19 @@ def spend(
     Raises:
         PrivacyBudgetSpent, StateError: see ``SpentFile.spend``.
     """
-    chosen, spent = request.settings.privacy, request.spent
+    chosen, spent = request.settings.privacy, spent_of(request)
     if spent is not None:
         window = _window(request, sampler)
         spent.spend(UpdateCost.of(terms, terms.rho, window), chosen, update_id=update_id)
 
 
-def planned_window(request: DeviceRequest, plan: Plan) -> UsedWindow | None:
-    """Return where a plan's examples begin and end, if its noise is for single examples."""
+def planned_window(request: DeviceRequest, plan: Plan, order_seed: int | None) -> UsedWindow | None:
+    """Return where a plan's examples begin and end, if its noise is for single examples.
+
+    ``order_seed`` is that of the device's own order, in masked rounds.
+    """
     if not plan.uses_whole_window:
         return None
-    order_seed = order_seed_of(request, plan) if plan.keeps_update else None
     after = request.trainer.skip(request.identity, plan, request.sampler, order_seed)
     return _window(request, after)
 
@@ -73,8 +75,8 @@ def correct_spent(request: DeviceRequest, session: SecureSession, unmask: Unmask
         StateError: see ``SpentFile.lower``.
     """
     state = session.state
-    if request.spent is not None and isinstance(state, SessionFinished):
+    if (spent := spent_of(request)) is not None and isinstance(state, SessionFinished):
         terms, update_id = state.device.privacy, state.device.update_id
         assert terms is not None
         rho = opened_rho(state.session.parameters, unmask, state.device)
-        request.spent.lower(UpdateCost.of(terms, rho), update_id=update_id)
+        spent.lower(UpdateCost.of(terms, rho), update_id=update_id)

@@ -15,7 +15,7 @@ import pytest
 
 from headwater.client.enrolment.signing_identity import make_identity
 from headwater.client.flower.state_file import read_sampler
-from headwater.client.flower.suspended_updates import SUSPENDED
+from headwater.client.masked_rounds.suspended_updates import SUSPENDED
 from headwater.client.training.sampler import SamplerPosition
 from headwater.common.errors import (
     CohortTooSmall,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwater.client.flower.frozen_parts import FOLDER, FrozenFiles
+from headwater.client.frozen.frozen_parts import FOLDER, FrozenFiles
 from headwater.common.model.parameters import ModelImage
 from tests.adapted import AdaptedNet
 

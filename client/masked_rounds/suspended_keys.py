@@ -1,6 +1,6 @@
 """The keys that seal suspended updates, each in a file that is in memory and not on a disk.
 
-The sealed bytes (``client.flower.suspended_updates``) are in the SuperNode's memory, where any
+The sealed bytes (``masked_rounds.suspended_updates``) are in the SuperNode's memory, where any
 process that reaches its local port can fetch them. Their key is elsewhere: 32 random bytes per
 update, in a file that only its owner can read, in a folder whose content is memory (tmpfs). The key
 is overwritten and removed when the update's session ends or the next plan comes; then nothing can

@@ -19,16 +19,17 @@ import torch
 from flwr.app import RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.compression.error_feedback import MaskedLabel
+from headwater.client.compression.error_feedback import MaskedLabel, error_feedback_of
 from headwater.client.features import own_rounds
-from headwater.client.flower.masked_description import padded, vitals_without_training
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
     REPEATS,
     SAMPLER,
     SECURE,
-    read_record,
 )
+from headwater.client.masked_rounds.masked_description import padded, vitals_without_training
+from headwater.client.masked_rounds.of_request import enrolment_of, history_of, secure_of
+from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.privacy.private_update import private_update
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import (
@@ -42,7 +43,7 @@ from headwater.client.secagg.prepare import (
     participant_of,
     unmasked_update,
 )
-from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate
+from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate, read_record
 from headwater.client.training.sampler import SamplerState, seed_of
 from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import HeadwaterError, StateError
@@ -120,7 +121,7 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
     context = request.context
     before = PlanRepeats.of(records.load_state(context, REPEATS))
     repeats, sampler = before.follow(
-        plan, request.sampler, model=model.hex(), most=request.secure.max_plans
+        plan, request.sampler, model=model.hex(), most=secure_of(request).max_plans
     )
     records.save_state(context, REPEATS, repeats)
     return sampler
@@ -128,9 +129,9 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
 
 def order_seed_of(request: DeviceRequest, plan: Plan) -> int:
     """Return the seed of the order in which a masked plan takes its examples."""
-    chosen = request.secure.order_seed
+    chosen = secure_of(request).order_seed
     if chosen is None:
-        return request.history.order_seed(plan.run_seed, request.context.run_id)
+        return history_of(request).order_seed(plan.run_seed, request.context.run_id)
     return plan.run_seed if chosen == 0 else seed_of("masked order", plan.run_seed, chosen)
 
 
@@ -144,12 +145,12 @@ def _unmasked_examples(
     """
     sampler = sampler.settle(plan.counted_round)
     numbers = request.trainer.numbers(request.identity, plan, sampler, order_seed)
-    masked = request.history.masked_at(model)
+    masked = history_of(request).masked_at(model)
     check_repeats(
         plan,
         name=request.identity.name,
-        num_planned_before=request.history.num_planned_at(model),
-        most=most_planned(request.secure, len(request.trainer.examples(request.identity))),
+        num_planned_before=history_of(request).num_planned_at(model),
+        most=most_planned(secure_of(request), len(request.trainer.examples(request.identity))),
     )
     if not masked:
         return numbers, frozenset()
@@ -200,8 +201,8 @@ def _add_pending(
         name=identity.name,
         run_id=context.run_id,
         model_digest=model,
-        floor=floor_of(request.secure),
-        enrolment=request.enrolment,
+        floor=floor_of(secure_of(request)),
+        enrolment=enrolment_of(request),
     )
     record = read_record(records.load_state(context, SECURE))
     if plan.of(CompressionTerms) is not None:
@@ -216,7 +217,7 @@ def _add_pending(
     if session.is_view:  # a grid of ours: this process answers the session's requests too
         pending_in(trainer.accumulator).add(session, trainer.accumulator)
     else:
-        request.suspended.add(session)
+        suspended_of(request).add(session)
 
 
 def _random_coordinates(
@@ -236,7 +237,7 @@ def _random_coordinates(
 
     coding = coding_of(plan)
     update = with_usable_values(update, planned_weight=device.planned_weight)
-    values_P, history = update.values_P, request.history
+    values_P, history = update.values_P, history_of(request)
 
     def was_masked(label: MaskedLabel) -> bool:
         num_planned = history.num_planned_at(bytes.fromhex(label.model))
@@ -248,7 +249,7 @@ def _random_coordinates(
             model=device.model_digest.hex(),
             num_planned_before=history.num_planned_at(device.model_digest),
         )
-        sent_K = request.error_feedback.gather(
+        sent_K = error_feedback_of(request).gather(
             values_P, plan, is_empty=not update.weight, label=label, was_masked=was_masked
         )
     else:

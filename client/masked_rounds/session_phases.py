@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from flwr.app import RecordDict
 
-from headwater.client.flower.private_rounds import correct_spent, spend
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SAMPLER, SECURE
+from headwater.client.masked_rounds.of_request import enrolment_of, history_of, secure_of
+from headwater.client.masked_rounds.suspended_updates import suspended_of
+from headwater.client.privacy.private_rounds import correct_spent, spend
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.prepare import floor_of
 from headwater.client.secagg.types import SessionRecord
@@ -21,10 +23,10 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
         HeadwaterError: see ``SecureSession.answer``.
     """
     phase = next(phase for phase in PHASES if phase.action == action)
-    content, context, suspended = request.message.content, request.context, request.suspended
+    content, context, suspended = request.message.content, request.context, suspended_of(request)
     is_suspended = suspended.exists
     session = (
-        suspended.resume(floor=floor_of(request.secure), enrolment=request.enrolment)
+        suspended.resume(floor=floor_of(secure_of(request)), enrolment=enrolment_of(request))
         if is_suspended
         else pending_in(request.trainer.accumulator).get(context.run_id, request.identity.name)
     )
@@ -39,7 +41,7 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
             records.save_state(context, SAMPLER, request.sampler.passed())
             if session.record.masked != record.masked:
                 device = session.device
-                request.history.add(
+                history_of(request).add(
                     device.model_digest, device.examples, num_planned=device.num_planned
                 )
         if is_suspended:

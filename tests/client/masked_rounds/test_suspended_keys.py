@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.client.secagg.suspended_keys import (
+from headwater.client.masked_rounds.suspended_keys import (
     KeyFile,
     SimulatedKey,
     is_in_memory,
@@ -16,6 +16,8 @@ from headwater.client.secagg.suspended_keys import (
 )
 from headwater.common.errors import StateError
 from tests.masked import RUN
+
+KEYS = "headwater.client.masked_rounds.suspended_keys"
 
 
 def test_a_folder_is_in_memory_if_the_mount_table_says_tmpfs(tmp_path: Path) -> None:
@@ -36,7 +38,8 @@ def test_the_folder_in_memory_belongs_to_the_user_alone(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(
-        "headwater.client.secagg.suspended_keys.is_in_memory", lambda folder: folder == tmp_path
+        f"{KEYS}.is_in_memory",
+        lambda folder: folder == tmp_path,
     )
     folder = memory_folder()
     assert folder.parent == tmp_path
@@ -48,7 +51,7 @@ def test_the_folder_in_memory_belongs_to_the_user_alone(
     folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     with pytest.raises(StateError):
         memory_folder()
-    monkeypatch.setattr("headwater.client.secagg.suspended_keys.is_in_memory", lambda folder: False)
+    monkeypatch.setattr(f"{KEYS}.is_in_memory", lambda folder: False)
     with pytest.raises(StateError, match="no folder in memory") as caught:
         memory_folder()
     assert "runtime=" in caught.value.remedy

@@ -5,7 +5,7 @@ keeps an update from one phase to the next. Only the node's context goes from pr
 SuperNode keeps it in its memory and sends it nowhere. This module therefore writes the session into
 the context: the update until it is masked, and the secrets that later phases need. The bytes are
 sealed as a whole (ChaCha20-Poly1305, fresh nonce, run and client name authenticated) under a key
-that is stored elsewhere (``client.secagg.suspended_keys``). The bytes alone reveal nothing, and
+that is stored elsewhere (``masked_rounds.suspended_keys``). The bytes alone reveal nothing, and
 once the key is erased nobody can open any copy of them.
 
 The record of masked and answered sessions and the sampler state are not taken from these bytes:
@@ -25,7 +25,9 @@ from flwr.app import Context
 from pydantic import ConfigDict, Field, ValidationError
 
 from headwater.client.enrolment.signing_identity import Enrolment
-from headwater.client.flower.state_file import READERS, SECURE, STATE, StateFile, read_record
+from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.state_file import READERS, SECURE, STATE, StateFile
+from headwater.client.masked_rounds.suspended_keys import KeyFile, SimulatedKey
 from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import (
     AwaitingMaskRequest,
@@ -35,8 +37,13 @@ from headwater.client.secagg.states import (
     DealerShares,
     SessionState,
 )
-from headwater.client.secagg.suspended_keys import KeyFile, SimulatedKey
-from headwater.client.secagg.types import Floor, Participant, SessionRecord, UnmaskedUpdate
+from headwater.client.secagg.types import (
+    Floor,
+    Participant,
+    SessionRecord,
+    UnmaskedUpdate,
+    read_record,
+)
 from headwater.common.errors import SealBroken, UpdateNotHeld
 from headwater.common.flower import records
 from headwater.common.messages import Name, Natural
@@ -324,3 +331,9 @@ FIELDS: Mapping[str, tuple[str, Callable[[Any, Participant], Any]]] = {
     "bad_dealers": ("bad_dealers", lambda names, _: frozenset(names)),
     "members": ("members", lambda names, _: names),
 }
+
+
+def suspended_of(request: DeviceRequest) -> SuspendedUpdate:
+    """Return a device's update in its context, for engines where no process stays."""
+    name = request.identity.name
+    return SuspendedUpdate(request.context, name, is_simulated=request.is_simulated)

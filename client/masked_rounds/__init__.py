@@ -1,0 +1,1 @@
+"""Masked rounds on a device: from a plan to the phases of its secure session."""
