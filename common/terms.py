@@ -25,9 +25,10 @@ class SumOf:
     length: int
     is_mean: bool = False
     """Whether it is divided by the round's weight; else it is the sum itself."""
+    limit: float = 2.0**20
+    """The largest magnitude of a value in one update; an update beyond it is refused."""
     scale_bits: int = 32
-    """It is added up in whole numbers of 2^-scale_bits; a sum beyond 2^(62 - scale_bits) takes
-    coarser ones."""
+    """It is added up in whole numbers of 2^-scale_bits."""
 
 
 class Terms(BaseModel):

@@ -98,7 +98,7 @@ class DeviceRequest:
 
     def feature_store(self, name: str) -> LocalStore:
         """Return where the state of a feature of the user's is kept."""
-        return local_store_of(self.context, f"{self.identity.name}.{name}")
+        return local_store_of(self.context, f"{self.identity.name}.{name}", entry=name)
 
     @property
     def speed(self) -> Line | None:
@@ -106,18 +106,18 @@ class DeviceRequest:
         return read_speed(records.load_state(self.context, SPEED))
 
 
-def local_store_of(context: Context, name: str) -> LocalStore:
-    """Return where the device keeps the parameters that stay on it.
+def local_store_of(context: Context, name: str, *, entry: str = LOCAL) -> LocalStore:
+    """Return where the device keeps the parameters that stay on it, or a feature its state.
 
     A real device has a file for each run in its state folder. A simulated one has a file in the
-    folder of its run, or, if there is none, an entry in the context of its node.
+    folder of its run, or, if there is none, an ``entry`` in the context of its node.
     """
     folder, is_simulated = context.node_config.get(STATE), SIMULATED in context.node_config
     if folder is None and is_simulated:
         return LocalStore(
-            f"{name}: the node's entry {LOCAL}",
-            lambda: records.load_bytes(context, LOCAL),
-            lambda data: records.save_bytes(context, LOCAL, data),
+            f"{name}: the node's entry {entry}",
+            lambda: records.load_bytes(context, entry),
+            lambda data: records.save_bytes(context, entry, data),
         )
     path = ClientSettings().state_folder if folder is None else Path(str(folder))
     if is_simulated:

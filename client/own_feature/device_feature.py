@@ -17,6 +17,9 @@ from headwater.common.terms import Terms
 class DeviceFeature:
     """The moments of a round on a device; a feature overrides those that it needs."""
 
+    is_required = False
+    """Whether the device refuses plans that ask nothing of the feature, as one that protects it."""
+
     def __init__(self, terms: Terms) -> None:
         """Take the plan's terms, as the server's side wrote them; make a new object each round."""
         self.terms: Any = terms
@@ -59,7 +62,10 @@ class DeviceWork:
 
     @property
     def vector_P(self) -> Tensor:  # noqa: N802 - as above
-        """What the device sends: a sum of gradients, or weight x (start - end) of local steps."""
+        """What was made: a sum of gradients, or weight x (start - end) of local steps.
+
+        Dataset weighting, compression and privacy change it before it is sent.
+        """
         return self._work.values_P
 
     @property

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
 from headwater.client.training.round import Feature, Work
-from headwater.common.errors import HeadwaterError, ProtocolMismatch, StateError
+from headwater.common.errors import (
+    FeatureMissing,
+    HeadwaterError,
+    ProtocolMismatch,
+    StateError,
+    TaskError,
+)
 from headwater.common.messages import Plan
 from headwater.common.model.local_state import LocalStore
 from headwater.common.own_feature.found import own_feature
@@ -33,10 +39,18 @@ def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) ->
         SettingsError: the settings name no feature.
     """
     found = own_feature(chosen)
-    terms = None if found is None else plan.terms.get(found.name)
-    if found is None or found.device is None or terms is None:
+    if found is None or found.device is None:
         return []
-    what = f"the feature {found.name}"
+    what, terms = f"the feature {found.name}", plan.terms.get(found.name)
+    if terms is None:
+        if getattr(found.device, "is_required", False):
+            raise FeatureMissing(
+                f"{what} is required on this device, and the plan of round {plan.round} asks for "
+                "nothing of it",
+                remedy="start the server with the same --feature",
+            )
+        _settle(store, plan.counted_round)
+        return []
     with running(what):
         device = found.device(terms)
     return [OwnRound(device, plan, store, what=what)]
@@ -79,27 +93,45 @@ class OwnRound(Feature):
     def sums(self, work: Work) -> Mapping[str, Tensor]:
         with running(self._what):
             self._device.end(DeviceWork(work))
+        for name, one in self._device.state.items():
+            if not isinstance(one, Tensor) or name.startswith(PENDING):
+                raise TaskError(
+                    f"{self._what} sets state[{name!r}] to {type(one).__name__}: a state has "
+                    "tensors, under names that begin with no dot",
+                    remedy="keep numbers as torch.tensor(number)",
+                )
         return self._device.sums
 
     def keep(self) -> None:
         """Store the state as that of a round which may count.
 
         Raises:
-            StateError: it cannot be written, or is no dictionary of tensors.
+            StateError: it cannot be written.
         """
         state = self._device.state
-        if self._store is None or not (state or self._before):
-            return
-        from safetensors.torch import save  # most devices keep nothing
+        if self._store is not None and (state or self._before):
+            pending = {PENDING + name: tensor.detach().clone() for name, tensor in state.items()}
+            _write(self._store, {**self._before, **pending}, pending_round=self._plan.round)
 
-        tensors = {name: tensor.contiguous() for name, tensor in self._before.items()}
-        tensors |= {
-            PENDING + name: tensor.detach().clone().contiguous() for name, tensor in state.items()
-        }
-        try:
-            self._store.save_bytes(save(tensors, {"pending_round": json.dumps(self._plan.round)}))
-        except (OSError, ValueError) as error:
-            raise StateError(f"the state of {self._what} cannot be written: {error}") from error
+
+def _settle(store: LocalStore | None, counted_round: int | None) -> None:
+    """Settle the state at a plan without the feature: the next one may count another round.
+
+    Raises:
+        StateError: it cannot be read or written.
+    """
+    if store is not None and store.load_bytes() is not None:
+        _write(store, _settled(store, counted_round), pending_round=None)
+
+
+def _write(store: LocalStore, tensors: Mapping[str, Tensor], *, pending_round: int | None) -> None:
+    from safetensors.torch import save  # most devices keep nothing
+
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        store.save_bytes(save(plain, {"pending_round": json.dumps(pending_round)}))
+    except (OSError, ValueError) as error:
+        raise StateError(f"{store.where} cannot be written: {error}") from error
 
 
 def _settled(store: LocalStore | None, counted_round: int | None) -> dict[str, Tensor]:
@@ -119,7 +151,7 @@ def _settled(store: LocalStore | None, counted_round: int | None) -> dict[str, T
         raise StateError(
             f"{store.where} is damaged: {error}", remedy="delete it: the feature begins anew"
         ) from error
-    is_counted = pending_round == counted_round
+    is_counted = pending_round is not None and pending_round == counted_round
     return {
         name.removeprefix(PENDING): tensor
         for name, tensor in tensors.items()

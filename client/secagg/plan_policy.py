@@ -77,6 +77,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             "for as many (and --cohort-size no lower); or lower it on the device",
         )
     num_invited = asked.num_invited
+    if privacy is not None and num_invited is None and secure.aggregation != "off":
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan does not say how many clients are invited, of "
+            "whom a share may collude against the noise",
+            remedy="use a server of this version",
+        )
     if privacy is not None and num_invited is not None:
         least = ceil_fraction(secure.corrupted, num_invited)
         if privacy.min_colluding < least:

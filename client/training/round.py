@@ -198,10 +198,25 @@ def update_of(work: Work) -> Update:
     Raises:
         HeadwaterError: see ``plain_update``.
     """
-    sums = {key: one for feature in work.features for key, one in feature.sums(work).items()}
+    sums: dict[str, Tensor] = {}
+    if work.total.num_examples:  # else there is nothing to send
+        for feature in work.features:
+            sums |= feature.sums(work)
     found = (feature.finish(work) for feature in work.features)
     update = next((update for update in found if update is not None), None) or plain_update(work)
-    return replace(update, sums=sums) if sums else update
+    return replace(update, sums=_weighed(sums, work, update)) if sums else update
+
+
+def _weighed(sums: Mapping[str, Tensor], work: Work, update: Update) -> Mapping[str, Tensor]:
+    """Scale the sums of which a mean is taken to the update's weight, as its vector was."""
+    weight, summed = update.report.weight, work.total.weight
+    if weight == summed or not summed:
+        return sums
+    asked = work.plan.extra_sums(work.context.image.layout.num_parameters).of
+    return {
+        key: values * (weight / summed) if key in asked and asked[key].is_mean else values
+        for key, values in sums.items()
+    }
 
 
 def plain_update(work: Work) -> Update:

@@ -11,7 +11,7 @@ from headwater.common.named_objects import find_named
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.terms import KINDS, Terms, register
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,79}")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

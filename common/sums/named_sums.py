@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
+from headwater.common.errors import CorruptUpdate, NonFiniteUpdate, OutlierUpdate
 from headwater.common.model.vectors import all_finite
 from headwater.common.terms import SumOf, Terms
 
@@ -36,7 +36,7 @@ class NamedSums:
 
         Raises:
             CorruptUpdate: one is missing, or has another length or type.
-            NonFiniteUpdate: one is not finite.
+            NonFiniteUpdate, OutlierUpdate: one is not finite, or beyond its limit.
         """
         if sums.keys() != self.of.keys():
             raise CorruptUpdate(
@@ -52,8 +52,7 @@ class NamedSums:
                     f"{name}: the sum {key} has {values.numel():,} values, the plan asks for "
                     f"{asked.length:,}"
                 )
-            if not all_finite(values):
-                raise NonFiniteUpdate(f"{name}: the sum {key} is not finite")
+            _check(values, asked, key=key, name=name)
             parts.append(values.numpy().tobytes())
         return b"".join(parts)
 
@@ -74,9 +73,25 @@ class NamedSums:
             part = np.frombuffer(memory[start : start + 4 * asked.length], dtype=np.float32)
             found[key] = torch.from_numpy(part.copy())
             start += 4 * asked.length
-            if not all_finite(found[key]):
-                raise NonFiniteUpdate(f"{name}: the sum {key} is not finite")
+            _check(found[key], asked, key=key, name=name)
         return found
+
+
+def _check(values: Tensor, asked: SumOf, *, key: str, name: str) -> None:
+    """Check one sum of one update.
+
+    Raises:
+        NonFiniteUpdate: it is not finite.
+        OutlierUpdate: it is beyond its limit.
+    """
+    if not all_finite(values):
+        raise NonFiniteUpdate(f"{name}: the sum {key} is not finite")
+    largest = float(values.abs().max())
+    if largest > asked.limit:
+        raise OutlierUpdate(
+            f"{name}: the sum {key} has a value of {largest:.4g}, its limit is {asked.limit:g}",
+            remedy="set limit in the SumOf of the feature's Terms, on both sides",
+        )
 
 
 def named_sums(terms: Iterable[Terms], num_values: int) -> NamedSums:

@@ -38,18 +38,22 @@ class ExtraSums:
             self._sums[key] = CohortSum(_Length(one.length))
             self._sums[key].open(num_clients=1, planned_weight=1, scale_bits=one.scale_bits)
 
-    def add(self, sums: Mapping[str, Tensor], *, times: int = 1) -> None:
-        """Add those of one update, which counts so many times; its plan may ask for fewer."""
-        for key, values in sums.items():
-            self._sums[key].fold(values, 0, times=times)
+    def add(self, sums: Mapping[str, Tensor], *, weight: int, times: int) -> None:
+        """Add those of one update; its plan may ask for fewer.
 
-    def close(self, *, weight: int) -> dict[str, Tensor]:
-        """Return each sum in float64, divided by the round's weight if it is a mean."""
+        In a mean it counts ``times``, as in the model's; a plain sum is of what was sent.
+        """
+        for key, values in sums.items():
+            factor = times if self.asked[key].is_mean else 1
+            self._sums[key].fold(values, weight, times=factor)
+
+    def close(self) -> dict[str, Tensor]:
+        """Return each sum in float64; a mean is divided by the weight of its updates."""
         found = {}
         for key, total in self._sums.items():
             part = total.part()
             values = part.integers_P.astype(np.float64) * 2.0 ** -part.scale_bits[0]
             if self.asked[key].is_mean:
-                values /= weight
+                values /= max(total.weight, 1)  # of no weight there is no mean, but zeros
             found[key] = torch.from_numpy(values)
         return found

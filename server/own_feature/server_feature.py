@@ -10,7 +10,9 @@ from headwater.common.named_objects import check_arguments
 from headwater.common.own_feature.found import own_feature
 from headwater.common.terms import Terms
 from headwater.common.user_code import running
+from headwater.server.planning import features as planning_features
 from headwater.server.planning.features import DraftPlan
+from headwater.server.rounds import features as rounds_features
 from headwater.server.rounds.features import RunFeature, RunState
 
 
@@ -51,6 +53,11 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
     if found is None:
         return None
     what = f"the feature {found.name}"
+    if found.name in {*rounds_features.FEATURES, *planning_features.FEATURES}:
+        raise SettingsError(
+            f"{what} of your own has the name of one that Headwater has",
+            remedy="set another NAME in the class",
+        )
     kind = found.server or ServerFeature
     check_arguments(kind, chosen.arguments, what=what, num_own=1)
     with running(what):
@@ -64,11 +71,13 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
     hidden = {
         "--secure-aggregation": settings.secure.aggregation != "off",
         "--privacy-epsilon": settings.privacy.is_on,
+        "--aggregation": settings.aggregation.rule != "sum",
+        "--aggregators": settings.simulation.aggregators > 1,
     }
     for flag, is_on in hidden.items():
         if asked and is_on:
             raise SettingsError(
-                f"{what} adds up sums beside the model's ({', '.join(asked)}), and {flag} hides "
+                f"{what} adds up sums beside the model's ({', '.join(asked)}), and {flag} is for "
                 "the model's alone",
                 remedy=f"leave out {flag} or --feature",
             )

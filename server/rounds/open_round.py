@@ -196,7 +196,8 @@ class OpenRound:
             )
             self._add(report.name, plan, admitted(update, plan), report.weight)
             if self.extra is not None:
-                self.extra.add(update.sums, times=self.times(plan))
+                times = self.times(plan)
+                self.extra.add(update.sums, weight=report.weight, times=times)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return

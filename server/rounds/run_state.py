@@ -24,6 +24,7 @@ from headwater.common.model.vectors import all_finite, squared_norm, zero_tensor
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
+from headwater.common.terms import SumOf
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
@@ -209,14 +210,20 @@ class Training:
 
     def _extra_sums(self, plans: Iterable[Plan]) -> ExtraSums | None:
         """Return what adds up the sums beside the model's; None if no plan asks for one."""
-        kinds = {tuple(plan.terms): plan for plan in plans if plan.terms}
-        if not kinds:
+        kinds = {tuple(map(id, plan.terms.values())): plan for plan in plans if plan.terms}
+        number, asked = self.image.layout.num_parameters, dict[str, SumOf]()
+        for plan in kinds.values():
+            for key, one in plan.extra_sums(number).of.items():
+                if asked.setdefault(key, one) != one:
+                    raise SettingsError(
+                        f"the plans of round {self.round + 1} ask for unlike sums {key!r}",
+                        remedy="give sums that differ from client to client names of their own",
+                    )
+        if not asked:
             return None
         from headwater.server.aggregation.extra_sums import ExtraSums  # few rounds have some
 
-        number = self.image.layout.num_parameters
-        asked = {key: one for p in kinds.values() for key, one in p.extra_sums(number).of.items()}
-        return ExtraSums(asked) if asked else None
+        return ExtraSums(asked)
 
     def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
         """Return what an aggregator needs for its devices' part of the open round."""
@@ -241,7 +248,7 @@ class Training:
         found = (feature.close(opened, fleet) for feature in features)
         done = next((one for one in found if one is not None), None) or self._plain_sum(opened)
         if opened.extra is not None:
-            done = replace(done, sums=opened.extra.close(weight=done.weight))
+            done = replace(done, sums=opened.extra.close())
         for feature in features:
             done = feature.closed(done, opened)
         return done

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import headwater
+from tests.python_tasks import Signs
 
 
 class Pull:
@@ -151,3 +152,109 @@ class Secagg:
 
 class Nothing:
     """Is no feature."""
+
+
+class Ones:
+    """One value that is 1 on each device: its mean is 1 however updates are weighed."""
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {
+                "mean": headwater.SumOf(length=1, is_mean=True),
+                "number": headwater.SumOf(length=1),
+            }
+
+    class Server(Histogram.Server):
+        def committed(self, done: Any) -> None:
+            self.seen.append([float(done.sums["mean"]), float(done.sums["number"])])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            weight = float(work.total.weight)
+            self.sums = {"mean": torch.tensor([weight]), "number": torch.ones(1)}
+
+
+class Counts:
+    """Each device counts its rounds; some rounds ask nothing of it."""
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {"rounds": headwater.SumOf(length=1)}
+
+    class Server(Histogram.Server):
+        def __init__(self, run: Any, every: int = 1) -> None:
+            super().__init__(run)
+            self.every = int(every)
+
+        def terms(self) -> Any:
+            return self.Terms() if self.run.round % self.every == 0 else None
+
+        def committed(self, done: Any) -> None:
+            self.seen.append([float(one) for one in done.sums.get("rounds", [])])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            number = self.state.get("number", torch.zeros(1)) + 1
+            self.state = {"number": number}
+            self.sums = {"rounds": number}
+
+
+class OneClientAlone(Counts):
+    """Asks one client alone."""
+
+    NAME = "alone"
+
+    class Server(Counts.Server):
+        def terms(self) -> None:
+            return None
+
+        def open(self, opening: Any) -> None:
+            if "1" in opening.plans:
+                asked = opening.plans["1"].asking(self.Terms())
+                opening.plans = {**opening.plans, "1": asked}
+
+
+class Liar(Counts):
+    """One device tells a value beyond the limit."""
+
+    NAME = "liar"
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            self.sums = {"rounds": torch.tensor([3e38 if work.name == "0" else 1.0])}
+
+
+class Robust(Counts):
+    """Has the name of a feature that is built in."""
+
+
+class StateOfText(Counts):
+    """Keeps what is no tensor."""
+
+    NAME = "text"
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            self.sums = {"rounds": torch.ones(1)}
+            self.state = {"who": "me"}  # type: ignore[dict-item]
+
+
+class Required(Counts):
+    """Is the device owner's condition, and the server asks nothing of it."""
+
+    NAME = "required"
+
+    class Server(Counts.Server):
+        def terms(self) -> None:
+            return None
+
+    class Device(headwater.DeviceFeature):
+        is_required = True
+
+
+class NothingUsable(Signs):
+    """A task of which no example can be used."""
+
+    def loss_sum(self, model: Any, batch: Any) -> Any:
+        loss, weight, metrics = super().loss_sum(model, batch)
+        return loss * torch.nan, weight, metrics

@@ -272,3 +272,92 @@ def test_a_feature_ends_a_run_by_a_rule_of_its_own() -> None:
 def test_what_is_no_feature_is_refused_by_its_name(name: str, text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         headwater.simulate(Signs, clients=2, rounds=1, feature=named(name), progress=False)
+
+
+def seen_in(tmp_path: Path, feature: str, **more: Any) -> list[list[float]]:
+    given: dict[str, Any] = {"clients": 3, "rounds": 4, "out": tmp_path, "progress": False}
+    headwater.simulate(SIGNS, **given | {"feature": named(feature)} | more)
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    seen: list[list[float]] = next(iter(saved.progress.features.values()))["seen"]
+    return seen
+
+
+FLEET = "[[device]]\nexamples_per_second = 200\nmemory_bytes = 2_000_000_000\n" + (
+    "upload_bytes_per_second = 1_000_000\ncount = 3\n"
+)
+
+
+def test_means_and_sums_are_right_in_asynchronous_rounds(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    settings = {
+        "asynchronous.is_on": True,
+        "asynchronous.buffer": 2,
+        "simulation.fleet": str(tmp_path / "fleet.toml"),
+    }
+    seen = seen_in(tmp_path / "run", "Ones", settings=settings)
+    assert seen == [[1.0, 2.0]] * 4
+
+
+def test_a_mean_is_weighed_as_the_model_s_under_dataset_weighting(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"accumulation_steps": 1, "micro_batch_size": 10}
+    seen = seen_in(tmp_path, "Ones", settings={"cohort.weighting": "dataset"}, **more)
+    assert seen == [[1.0, 3.0]] * 4
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+@pytest.mark.parametrize(("every", "expected"), [(1, [3, 6, 9, 12]), (2, [3, None, 6, None])])
+def test_a_device_s_state_goes_on_from_round_to_round(
+    tmp_path: Path, engine: str, every: int, expected: list[int | None]
+) -> None:
+    settings = {"simulation.engine": engine, "feature.arguments": {"every": every}}
+    seen = seen_in(tmp_path, "Counts", settings=settings)
+    assert seen == [[] if one is None else [float(one)] for one in expected]
+
+
+def test_one_client_alone_may_be_asked(tmp_path: Path) -> None:
+    assert seen_in(tmp_path, "OneClientAlone") == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def test_a_value_beyond_its_limit_costs_its_sender_the_round_and_others_nothing(
+    tmp_path: Path,
+) -> None:
+    assert seen_in(tmp_path, "Liar") == [[2.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("feature", "more", "text"),
+    [
+        ("Robust", {}, "taken|name of one that Headwater has"),
+        ("Counts", {"settings": {"simulation.aggregators": 2}}, "--aggregators"),
+        ("Counts", {"aggregation": "median", "clients": 5}, "--aggregation"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_the_first_round(
+    tmp_path: Path, feature: str, more: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SettingsError, match=text):
+        seen_in(tmp_path, feature, **more)
+
+
+@pytest.mark.parametrize(
+    ("feature", "text"), [("StateOfText", "state\\['who'\\]"), ("Required", "is required")]
+)
+def test_a_device_says_what_is_wrong_with_its_feature(
+    tmp_path: Path, feature: str, text: str
+) -> None:
+    with pytest.raises(headwater.HeadwaterError, match=text):
+        seen_in(tmp_path, feature, settings={"cohort.max_aborted_rounds": 1})
+
+
+def test_a_feature_is_not_asked_for_sums_of_no_example(tmp_path: Path) -> None:
+    """Its end would divide by a weight of 0, and the window would not be passed over."""
+    with pytest.raises(headwater.HeadwaterError, match="none of"):
+        headwater.simulate(
+            str(HERE / "features.py") + ":NothingUsable",
+            clients=2,
+            rounds=1,
+            feature=named("Counts"),
+            progress=False,
+            settings={"cohort.max_aborted_rounds": 1, "check_task": False},
+        )
