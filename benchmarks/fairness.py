@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 from benchmarks.measure import ROOT, Figures, arguments, report
 from examples.slow_owners import SLOW_CLASSES
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
 from headwater.common.task import Task, load_task, open_train_examples
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 

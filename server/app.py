@@ -17,7 +17,7 @@ from headwater.server.features import observers
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import RefusalOfBranch
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.rounds.features import own_rounds, trackers
+from headwater.server.rounds.features import round_runner, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.round_row import RoundRow
@@ -80,7 +80,7 @@ def server_app(
             on_round=on_round,
             resume=resume,
             observer=Observers(*own_observers, *own.trackers, observer),
-            run_round=own_rounds(settings, fleet),
+            run_round=round_runner(settings, fleet),
         )
 
     return app

@@ -20,7 +20,7 @@ from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.page.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
-from headwater.server.rounds.features import own_rounds, trackers
+from headwater.server.rounds.features import round_runner, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
@@ -128,7 +128,7 @@ def _run_in_process(
             on_round=on_round,
             resume=resume,
             observer=observers,
-            run_round=own_rounds(settings, fleet),
+            run_round=round_runner(settings, fleet),
         )
 
 

@@ -65,7 +65,7 @@ def recover(
 
     Raises:
         OutOfMemory: one example alone does not fit.
-        NonFiniteUpdate: in a masked round a backward pass failed, and the sum is lost.
+        NonFiniteUpdate: in a plan that hides its data a backward pass failed, and the sum is lost.
     """
     if fault.kind is not MemoryError:
         try:
@@ -85,8 +85,8 @@ def _leave_out_bad(
 ) -> WindowSum:
     """Find the examples that made a micro-batch fail, and go on without them.
 
-    In a masked round a micro-batch with a bad example is left out whole: the passes of a search
-    take time, which the server sees.
+    In a plan that hides its data a micro-batch with a bad example is left out whole: the passes of
+    a search take time, which the server sees.
     """
     is_invalid = fault.kind is not NonFiniteLoss  # a forward pass that raised may hide a gradient's
     if plan.hides_data:
@@ -117,7 +117,7 @@ def check_vector(plan: Plan, total: WindowSum, context: TrainingContext) -> Wind
     From then on it is checked after each micro-batch, so that a failure is that micro-batch's.
 
     Raises:
-        NonFiniteUpdate: in a masked round it is not finite.
+        NonFiniteUpdate: in a plan that hides its data it is not finite.
     """
     total.is_careful = True
     try:

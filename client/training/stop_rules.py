@@ -7,7 +7,7 @@ to that time; the last micro-batch is shortened for it. At the predicted pace th
 quota, and slower and faster clients offset each other. The number of examples stays between the
 plan's ``min_examples`` and ``max_examples``.
 
-A masked plan is answered at a time of its own, whatever the data (``Plan.answer_by``). Its window
+A plan with an answer time is answered then, whatever the data (``Plan.answer_by``). Its window
 ends before that even if it has summed nothing: a micro-batch that failed took time as well.
 """
 
@@ -24,7 +24,7 @@ from headwater.common.data.example_lengths import Positions
 from headwater.common.messages import Plan, Step, StopReason
 
 RECENT_STEPS = 8  # the pace, and the slowest step, are taken from so many of the last steps
-# The part of a masked plan's time in which its window is summed; the rest is for what comes after.
+# The part of an answer time in which its window is summed; the rest is for what comes after.
 SUMMED_PART = 0.9
 SENSE_SECONDS = 1.0  # between two readings of battery, heat and load, each of which takes time
 
@@ -89,7 +89,7 @@ class StopRules:
         return self._reason_to_stop(steps, num_done=num_done, num_next=len(total.remaining[0]))
 
     def _num_until_answer(self, positions: Positions) -> int | None:
-        """Return how many more examples of a masked plan can be summed in time for its answer.
+        """Return how many more examples can be summed in time for the plan's answer.
 
         By the slowest pace of the last micro-batches, from the first call on, which is when the
         window begins, and the size of an example of the next micro-batch, at ``positions``. None:

@@ -8,51 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
+from headwater.server.planning.demand import Demand
+from headwater.server.planning.planner import Assignment
 
-Ints = NDArray[np.int64]
 Weights = Mapping[str, int]
-
-
-class Demand(Protocol):
-    """The work of a round in the place of a target batch, before it is divided by speed."""
-
-    @property
-    def step_examples(self) -> int:
-        """The examples of which a quota is made up; no micro-batch is larger."""
-
-    @property
-    def held_bytes(self) -> int:
-        """What a device holds beside model and gradient."""
-
-    @property
-    def has_set_shares(self) -> bool:
-        """Whether each client's part is set, whatever its speed."""
-
-    def target(self, owned: Collection[int]) -> int:
-        """Return the examples of a round of clients that own so many."""
-
-    def most(self, num_examples: Ints) -> Ints:
-        """Return the most examples of each client."""
-
-    def set_quotas(self, each: Ints, num_examples: Ints) -> Ints:
-        """Return the quotas where K is set, to ``each`` examples."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DraftPlan:
     """A plan that is being written, for all clients with one assignment."""
 
-    assignment: Any
-    """The planner's ``Assignment``."""
+    assignment: Assignment
     micro_batch_size: int
     finish_seconds: float | None
     quota_words: str | None = None
@@ -71,26 +42,18 @@ class DraftPlan:
 class PlanningMoments:
     """The moments of a round's planning; a feature overrides those that it needs."""
 
-    def demand(self) -> Demand | None:
-        """Return the work of a round; None: the target batch.
-
-        Raises:
-            SettingsError: it cannot be done.
-        """
-        return None
-
     def describe(self, request: DescribeRequest) -> DescribeRequest:
         """Change what clients are asked of themselves."""
         return request
 
     def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
-        """Return the names of the metrics that all clients of the round must report."""
+        """Return the names of the metrics that each client reports; the first feature's count."""
         return ()
 
     def limit(
-        self, assigned: Mapping[str, Any], weights: Weights, *, round_number: int
-    ) -> tuple[Mapping[str, Any], Weights]:
-        """Have the last word on assignments, and on the weights of dataset weighting."""
+        self, assigned: Mapping[str, Assignment], weights: Weights, *, round_number: int
+    ) -> tuple[Mapping[str, Assignment], Weights]:
+        """Change the assignments, and the weights of dataset weighting, before the plans."""
         return assigned, weights
 
     def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
@@ -107,6 +70,14 @@ class PlanningFeature(PlanningMoments):
     def __init__(self, settings: Settings, layout: ModelLayout) -> None:
         self.settings = settings
         self.layout = layout
+
+    def demand(self) -> Demand | None:
+        """Return the work of a round; None: the target batch.
+
+        Raises:
+            SettingsError: it cannot be done.
+        """
+        return None
 
 
 def _has_local_work(settings: Settings, layout: ModelLayout) -> bool:
@@ -148,7 +119,7 @@ def planning_features(settings: Settings, layout: ModelLayout) -> list[PlanningF
     return found
 
 
-def demand_in(features: Sequence[PlanningMoments]) -> Demand | None:
+def demand_in(features: Sequence[PlanningFeature]) -> Demand | None:
     """Return the work of a round in the place of the target batch; None: that.
 
     Raises:

@@ -33,6 +33,7 @@ from headwater.common.messages import MAX_STEPS, Vitals
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import MIN_SECONDS_PER_EXAMPLE
+from headwater.server.planning.demand import Demand
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
     MIN_TIME_SHARE,
@@ -45,7 +46,6 @@ from headwater.server.planning.equal_finish import (
     share_wait,
 )
 from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
-from headwater.server.planning.features import Demand
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.

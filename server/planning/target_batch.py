@@ -15,7 +15,7 @@ from typing import Literal
 
 from headwater.common.errors import CheckpointCorrupt
 from headwater.common.settings import schema as settings
-from headwater.server.planning.features import Demand
+from headwater.server.planning.demand import Demand
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
 
 TargetBy = Literal["examples", "tokens", "noise scale"]

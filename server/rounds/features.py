@@ -228,7 +228,7 @@ def run_features(run: RunState) -> dict[str, RunFeature]:
     return found
 
 
-def own_rounds(settings: Settings, fleet: object) -> Any:
+def round_runner(settings: Settings, fleet: object) -> Any:
     """Return what runs a round in the place of a synchronous one; None if nothing does."""
     if not settings.asynchronous.is_on:
         return None

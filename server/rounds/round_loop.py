@@ -17,7 +17,6 @@ from headwater.common.errors import (
     TaskError,
     TermEnded,
 )
-from headwater.common.model.trained_model import MODEL as MODEL
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
@@ -31,9 +30,7 @@ from headwater.server.rounds.features import ModelAtRest
 from headwater.server.rounds.observer import Drained, Observer, Observers
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_figures import row_of_round
-from headwater.server.rounds.round_row import (
-    RoundRow,
-)
+from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import (
     resume_or_begin,
     save_checkpoint,

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from headwater.common.errors import SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings, flattened
 from headwater.common.system.printable import printable_name
 from headwater.server.rounds.model_files import recorded_settings
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 
 PROJECT = "headwater"

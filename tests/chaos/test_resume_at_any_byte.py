@@ -20,11 +20,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 from tests.chaos.deaths import Point, arm_at
 from tests.processes import ended

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 pytestmark = pytest.mark.engine

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 from tests.python_tasks import REMEMBERING, SIGNS
 from tests.ray_sessions import Started, finish, interrupt, until_committed

@@ -19,11 +19,10 @@ import pytest
 from pydantic import BaseModel
 
 from headwater.client.enrolment.signing_identity import make_identity
-from headwater.common.model.trained_model import BEST, read_model
+from headwater.common.model.trained_model import BEST, MODEL, read_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine

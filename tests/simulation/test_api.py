@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 
 import headwater
 from headwater.common.errors import SettingsError, TaskError, UnknownTask
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.keywords import COMMANDS, FLAGS, keyword_keys
 from headwater.common.settings.sources import load
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 from tests.python_tasks import SIGNS, Signs

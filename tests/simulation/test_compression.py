@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from headwater.common.errors import SettingsError
 from headwater.common.model.parameters import build_model
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 

@@ -22,9 +22,9 @@ from headwater.common.errors import (
     SettingsError,
     StateError,
 )
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.evaluate_model import evaluate
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.run import run_engine
 
 TASK = f"{Path(__file__)}:OwnLabels"

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import ROUNDS, read_rows
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.cli import app
 from headwater.simulation.run import run_engine
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import headwater
 from headwater.common.errors import SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds import checkpoint
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.cli import app
 from tests.python_tasks import Signs
 

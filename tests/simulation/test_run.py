@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from headwater.common.errors import Diverged, SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headwater
 from headwater.common.errors import SettingsError
-from headwater.server.rounds.round_loop import MODEL
+from headwater.common.model.trained_model import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from tests.python_tasks import Signs
 

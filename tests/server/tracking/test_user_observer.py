@@ -13,9 +13,9 @@ from torch import nn
 
 import headwater
 from headwater.common.errors import SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.rounds.features import trackers
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.tracking.user_observer import UserObserver
 from tests.python_tasks import Signs

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 

@@ -22,10 +22,10 @@ from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import EmptyUpdate, SettingsError, WorkerDied
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool

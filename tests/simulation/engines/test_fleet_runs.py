@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import is_on_battery
 from headwater.simulation.run import run_engine

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from headwater.common.errors import SettingsError
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.operations.status import read_status
 from headwater.server.rounds import checkpoint
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.engines.grpc import CLIENTS, MAX_CLIENTS, check_engine
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.common.model.parameters import build_model, state_dict
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.fleet.faults import Moment, link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.reports.fault_summary import fault_lines

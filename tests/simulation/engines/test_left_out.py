@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.fleet.profiles import read_fleet_file
 from headwater.simulation.run import run_engine, run_on_messages

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.common.errors import SettingsError, TooFewSurvivors
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.run_state import Training
 from headwater.server.secagg.masked_rounds import MaskedRounds
 from headwater.simulation.run import run_engine

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine

@@ -13,9 +13,9 @@ from headwater.client.device.hardware import this_machine
 from headwater.client.flower.request import read_request
 from headwater.common.errors import MissingColumn, NoSuchPartition
 from headwater.common.flower.grid import enter_run
+from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.server.rounds.round_loop import MODEL
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.reports.partition_table import examples_of_devices, partition_line
 from headwater.simulation.run import run_engine

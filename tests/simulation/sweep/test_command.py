@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headwater.common.model.trained_model import MODEL
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.checkpoint import FILE
-from headwater.server.rounds.round_loop import MODEL
 from headwater.simulation.sweep.worker import LOG, RESULT
 
 PATIENCE_SECONDS = 560
