@@ -6,7 +6,6 @@ A feature is imported when a plan asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headwater.client.training.context import TrainingContext
@@ -15,6 +14,7 @@ from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalStore
+from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -84,5 +84,4 @@ def own_rounds(
 
 def _loaded(place: str) -> Any:
     """Return what a room of the client holds: the arrows from a feature run to the core alone."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"headwater.client.{module}"), name)
+    return part_of(f"headwater.client.{place}")

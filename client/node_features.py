@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.common.errors import HeadwaterError
+from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def node_features(node: DeviceNode) -> Iterator[NodeFeature]:
     """Yield the features of a node that are on."""
     for is_on, name in FEATURES.values():
         if is_on(node.settings):
-            yield _loaded(name)(node)
+            yield part_of(name)(node)
 
 
 def difference_reader(method: str, num_bytes: int, memory: memoryview) -> DifferenceReader:
@@ -103,9 +103,4 @@ def difference_reader(method: str, num_bytes: int, memory: memoryview) -> Differ
 
 def time_share_rule() -> Any:
     """Return the function that gives the share of its time that a device trains."""
-    return _loaded(TIME_SHARE)
-
-
-def _loaded(name: str) -> Any:
-    module, _, found = name.partition(":")
-    return getattr(import_module(module), found)
+    return part_of(TIME_SHARE)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-from headwater.common.errors import SettingsError, UnknownTask
+from headwater.common.errors import FeatureMissing, SettingsError, UnknownTask
 from headwater.common.run_scope import object_named
 from headwater.common.task_spec import import_place, split_place
 from headwater.common.user_code import described
@@ -90,3 +91,19 @@ def check_arguments(
             f"{what} has no argument {', '.join(unknown)}",
             remedy=f"it has: {', '.join(list(parameters)[num_own:]) or 'none'}",
         )
+
+
+def part_of(place: str) -> Any:
+    """Return a part of a feature of ours: a module, or what it has, as module:Name.
+
+    Raises:
+        FeatureMissing: the feature's room is not installed.
+    """
+    module, _, name = place.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("headwater."):
+            raise
+        raise FeatureMissing(f"the run asks for {module}, and {error.name} is not here") from error
+    return getattr(found, name) if name else found

@@ -16,7 +16,13 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
-from headwater.common.errors import HeadwaterError, StateError, TaskFailed, system_remedy
+from headwater.common.errors import (
+    FeatureMissing,
+    HeadwaterError,
+    StateError,
+    TaskFailed,
+    system_remedy,
+)
 from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
 from headwater.common.system.printable import printable, printable_lines
 from headwater.common.user_code import described, is_users, own_traceback, user_frames
@@ -72,6 +78,8 @@ def show_fault(error: Exception) -> int:
         return show_error(TaskFailed(f"the task failed: {described(error)}"))
     if isinstance(error, OSError) and system_remedy(str(error)) is not None:
         return show_error(StateError(str(error)))
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("headwater."):
+        return show_error(FeatureMissing(f"this run asks for {error.name}, which is not here"))
     text = "".join(traceback.format_exception(type(error), error, own_traceback(error)))
     stderr.print(Text(printable_lines(text)), soft_wrap=True, end="")
     stderr.print("this is a fault of headwater, not of your task: please report it", soft_wrap=True)

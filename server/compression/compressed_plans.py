@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.server.planning.features import DraftPlan, PlanningFeature
 
 
 class CompressedPlans(PlanningFeature):
-    """Says how updates are encoded."""
+    """Says how updates are encoded, and how much less is moved."""
+
+    def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
+        settings = self.settings
+        return download_bytes(settings, num_values), upload_bytes(settings, num_values)
 
     def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        terms = self.settings.compression.terms
-        assert terms is not None  # see ``FEATURES``
-        for draft in drafts:
-            draft.ask(terms)
+        if (terms := self.settings.compression.terms) is not None:
+            for draft in drafts:
+                draft.ask(terms)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
+from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
 from headwater.server.planning.demand import Demand
@@ -59,6 +59,10 @@ class PlanningMoments:
     def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
         """Add terms to the plans, which are of so many clients."""
 
+    def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
+        """Return the bytes of the model and of an update, as planned; given those without this."""
+        return down, up
+
     def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
         """Return the clients that are to measure their speed again, by the quotas that they had."""
         return ()
@@ -87,7 +91,9 @@ def _has_local_work(settings: Settings, layout: ModelLayout) -> bool:
 # By name: whether it is on, and its class. In the order in which they act.
 FEATURES: dict[str, tuple[Callable[[Settings, ModelLayout], bool], str]] = {
     "compression": (
-        lambda settings, layout: settings.compression.terms is not None,
+        lambda settings, layout: (
+            settings.compression.up != "off" or settings.compression.down != "off"
+        ),
         "headwater.server.compression.compressed_plans:CompressedPlans",
     ),
     "offline": (
@@ -114,8 +120,7 @@ def planning_features(settings: Settings, layout: ModelLayout) -> list[PlanningF
     found: list[PlanningFeature] = []
     for is_on, place in FEATURES.values():
         if is_on(settings, layout):
-            module, _, kind = place.partition(":")
-            found.append(getattr(import_module(module), kind)(settings, layout))
+            found.append(part_of(place)(settings, layout))
     return found
 
 

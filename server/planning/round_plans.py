@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.errors import TooFewClients, TooFewPermitted
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.layout import ModelLayout
@@ -194,9 +193,10 @@ class RoundPlanner:
             TooFewClients: --cohort-size is below --min-clients.
             TooFewPermitted: the owners of too many clients allow no further round.
         """
+        image_bytes, update_bytes = self.transfer_bytes()
         costs = TransferCosts(
-            image_bytes=download_bytes(self.settings, self.layout.num_parameters),
-            update_bytes=upload_bytes(self.settings, self.layout.num_parameters),
+            image_bytes=image_bytes,
+            update_bytes=update_bytes,
             turn_seconds=turn_seconds,
             round_seconds=self.round_seconds,
         )
@@ -348,6 +348,14 @@ class RoundPlanner:
             some = ", ".join(claims[:MAX_NAMES])
             text = "round %d: %d more not believed in all that they claim (%s)"
             log.info(text, round_number, len(claims), some)
+
+    def transfer_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the model and of an update, as planned."""
+        number = self.layout.num_parameters
+        down = up = 4 * number
+        for feature in self.features:
+            down, up = feature.transfer_bytes(down, up, num_values=number)
+        return down, up
 
     def _metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
         found = (feature.metrics(reports) for feature in self.features)

@@ -6,9 +6,9 @@ An aggregator has no settings of the run, and takes its devices' updates by the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 from headwater.common.messages import Plan, Update
+from headwater.common.named_objects import part_of
 from headwater.common.sums.encoded_vector import Vector
 from headwater.common.terms import Terms
 
@@ -32,7 +32,6 @@ def admitted(update: Update, plan: Plan) -> Vector:
     vector = update.vector
     for name, place in ADMISSIONS.items():
         if name in plan.terms:
-            module, _, function = place.partition(":")
-            admit: Admit = getattr(import_module(module), function)
+            admit: Admit = part_of(place)
             vector = admit(update, plan.terms[name])
     return vector

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
+from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -220,10 +220,9 @@ def run_features(run: RunState) -> dict[str, RunFeature]:
     found: dict[str, RunFeature] = {}
     for name, (is_on, place) in FEATURES.items():
         if is_on(run.settings):
-            module, _, kind = place.partition(":")
-            found[name] = getattr(import_module(module), kind)(run)
+            found[name] = part_of(place)(run)
     if run.settings.feature.name is not None:
-        own = import_module("headwater.server.own_feature.server_feature").own_run_feature(run)
+        own = part_of("headwater.server.own_feature.server_feature").own_run_feature(run)
         found[own[0]] = own[1]
     return found
 
@@ -232,7 +231,7 @@ def round_runner(settings: Settings, fleet: object) -> Any:
     """Return what runs a round in the place of a synchronous one; None if nothing does."""
     if not settings.asynchronous.is_on:
         return None
-    module = import_module("headwater.server.asynchronous.buffered_rounds")
+    module = part_of("headwater.server.asynchronous.buffered_rounds")
     return module.BufferedRounds(fleet, settings)
 
 
@@ -244,7 +243,7 @@ def trackers(settings: Settings) -> list[Observer]:
     """
     if settings.track is None:
         return []
-    return [import_module("headwater.server.tracking.trackers").tracker(settings.track)]
+    return [part_of("headwater.server.tracking.trackers").tracker(settings.track)]
 
 
 def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
@@ -255,4 +254,4 @@ def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
     Raises:
         SettingsError: they do not.
     """
-    import_module("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)
+    part_of("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.errors import (
     HeadwaterError,
     RoundAborted,
@@ -280,15 +279,10 @@ def _client_seconds(
     """Return the mean seconds of the clients by part; nothing in an asynchronous round."""
     if not opened.has_one_model:
         return {}
-    ready, settings = opened.ready.values(), training.settings
+    ready = opened.ready.values()
     if fleet.has_virtual_clock:
-        num_values = training.image.layout.num_parameters
-        return virtual_split(
-            opened.columns,
-            ready,
-            download_bytes=download_bytes(settings, num_values),
-            upload_bytes=upload_bytes(settings, num_values),
-        )
+        down, up = training.planner.transfer_bytes()
+        return virtual_split(opened.columns, ready, download_bytes=down, upload_bytes=up)
     parts = ("train", "fold", "unmask")
     return measured_split(
         opened.columns,

@@ -64,7 +64,7 @@ OUTER = (
 LIMITS = {
     "imports, client": 6,
     "imports, common": 5,
-    "imports, server": 15,
+    "imports, server": 13,
     "reads of settings": 0,
     "modules, simulation": 273,
     "modules, server": 182,

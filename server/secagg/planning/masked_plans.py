@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
+from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.wording import counted
@@ -45,6 +46,9 @@ class MaskedPlans(PlanningFeature):
         )
         for draft, seconds in zip(drafts, times, strict=True):
             draft.ask(MaskingTerms(num_invited=num_invited, answer_seconds=seconds))
+
+    def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
+        return down, upload_bytes(self.settings, num_values)
 
     def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
         """Return the clients with less than half of an even share of the examples."""

@@ -1,0 +1,99 @@
+"""A feature whose folders are gone: a plain run has the same bits, and its flag is refused by name.
+
+What says its settings and terms (``*_terms.py``) stays: its flags are known, and refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.laws.features import ROOMS
+from tests.laws.test_structure import ROOT
+
+PACKAGES = ("common", "client", "server", "simulation", "aggregator")
+PLAIN = (
+    *("--task", "examples/digits.py:Digits", "--clients", "3", "--rounds", "2", "--threads", "1"),
+    *("--accumulation-steps", "2", "--micro-batch-size", "8", "--optimizer", "sgd"),
+)
+# The features that can be taken out, with flags that turn them on in the simulator. The others act
+# in each run, or the core still knows them (``features.LIMITS``).
+FLAGS: dict[str, tuple[str, ...]] = {
+    "robust": ("--aggregation", "median"),
+    "selection": ("--best", "accuracy"),
+    "tracking": ("--track", "mlflow"),
+    "privacy": ("--privacy-noise-multiplier", "1"),
+    "secagg": ("--secure-aggregation", "semi-honest"),
+    "asynchronous": ("--asynchronous",),
+    "succession": (),
+    "tree": ("--aggregators", "2"),
+    "growing_data": (),
+    "offline": (),
+    "standby": (),
+    "enrolment": (),
+    "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
+}
+
+
+def copy_without(feature: str, target: Path) -> Path:
+    """Copy the packages but for a feature's rooms, with links to the files."""
+    gone = tuple(room for room in ROOMS[feature] if not room.endswith("_terms.py"))
+    for package in (*PACKAGES, "examples"):
+        for path in (ROOT / package).rglob("*"):
+            name = str(path.relative_to(ROOT))
+            if path.is_dir() or "__pycache__" in name or name.startswith(gone):
+                continue
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target / name)
+    shutil.copytree(ROOT / "headwater", target / "headwater", symlinks=True)
+    return target
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headwater.simulation.cli", *PLAIN, *flags, "--out", folder / "out"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FLAGS)
+def test_a_plain_run_does_without_a_feature_s_folders(
+    feature: str, tmp_path: Path, whole: Path
+) -> None:
+    done = run(copy_without(feature, tmp_path))
+    assert done.returncode == 0, done.stderr
+    found, expected = (load_file(one / "out" / "model.safetensors") for one in (tmp_path, whole))
+    assert all((found[name] == expected[name]).all() for name in expected)
+    if FLAGS[feature]:
+        shutil.rmtree(tmp_path / "out")
+        refused = run(tmp_path, *FLAGS[feature])
+        assert refused.returncode != 0
+        assert "FeatureMissing" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert f".{feature}" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the plain run with everything."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = subprocess.run(
+        [sys.executable, "-m", "headwater.simulation.cli", *PLAIN, "--out", folder / "out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
