@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater.common.errors import FeatureMissing
 
@@ -34,11 +34,15 @@ class SumOf:
 class Terms(BaseModel):
     """What one feature asks of a device; a subclass has ``NAME`` and the fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     NAME: ClassVar[str]
     CODING: ClassVar[str | None] = None
     """Where the ``VectorCoding`` of these terms is, as module:Class; None: they have none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the name: a user's class is made anew in each process."""
+        return _rebuilt, (self.NAME, dict(self))
 
     def shared_text(self) -> str:
         """Return what all members of a secure session must have in common: by default every field.
@@ -149,6 +153,10 @@ def kind_of(name: str) -> type[Terms]:
     return found
 
 
+def _rebuilt(name: str, fields: dict[str, Any]) -> Terms:
+    return kind_of(name).model_construct(**fields)
+
+
 def named(*terms: Terms) -> dict[str, Terms]:
     """Return terms by their names, as ``Plan.terms``."""
     return {one.NAME: one for one in terms}
@@ -163,9 +171,23 @@ def read_terms(found: Any) -> Any:
     if not isinstance(found, Mapping):
         return found
     return {
-        name: one if isinstance(one, Terms) else kind_of(str(name)).model_validate(one)
+        name: one if isinstance(one, Terms) else _read(str(name), one)
         for name, one in found.items()
     }
+
+
+def _read(name: str, found: Any) -> Terms:
+    kind = kind_of(name)
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        if name not in _own:
+            raise
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise FeatureMissing(
+            f"the feature {name} is another one on the other side: {where}: {first['msg'].lower()}"
+        ) from None
 
 
 def shared_texts(terms: Mapping[str, Terms]) -> Sequence[str]:

@@ -125,6 +125,7 @@ def _check_objects(settings: Settings) -> None:
     """
     chosen = settings.simulation
     named = {"task": settings.task, "client algorithm": settings.algorithm.name}
+    named["feature"] = settings.feature.name
     if chosen.engine == "flower-ray":
         named["optimizer"] = settings.optimizer.name
     given = [key for key, name in named.items() if name is not None and name.startswith(PREFIX)]

@@ -57,8 +57,8 @@ class DeviceWork:
 
     @property
     def parameters_P(self) -> Tensor:  # noqa: N802 - a tensor's dimensions are in capitals
-        """The model's parameters as they are now; not to be changed."""
-        return self._work.context.image.values_P
+        """A copy of the model's parameters as they are now."""
+        return self._work.context.image.values_P.clone()
 
     @property
     def vector_P(self) -> Tensor:  # noqa: N802 - as above

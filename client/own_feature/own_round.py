@@ -28,6 +28,7 @@ from headwater.common.settings.training import FeatureSettings
 from headwater.common.sums.named_sums import named_sums
 from headwater.common.user_code import running
 
+REMEDY = "correct the lines that are shown in the feature's class Device"
 PENDING = "."
 """Begins the names of pending tensors; a feature's own names begin otherwise."""
 
@@ -51,8 +52,9 @@ def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) ->
             )
         _settle(store, plan.counted_round)
         return []
-    with running(what):
-        device = found.device(terms)
+    with running(what, remedy=REMEDY):
+        # In one process all clients are sent one object.
+        device = found.device(terms.model_copy(deep=True))
     return [OwnRound(device, plan, store, what=what)]
 
 
@@ -81,19 +83,31 @@ class OwnRound(Feature):
                 "masked or private",
                 remedy="start the server without the feature, or without masks and privacy",
             )
+        if self._plan.uses_whole_window:
+            raise ProtocolMismatch(
+                f"{work.context.name}: {self._what} may change what each example adds, in a plan "
+                "whose noise is for single examples",
+                remedy="start the server without the feature, or with --privacy-unit device",
+            )
         self._before = _settled(self._store, self._plan.counted_round)
         self._device.state = {name: tensor.clone() for name, tensor in self._before.items()}
-        with running(self._what):
+        with running(self._what, remedy=REMEDY):
             self._device.begin(DeviceWork(work))
 
     def direction(self, work: Work, mean_P: Tensor) -> None:
-        with running(self._what):
+        with running(self._what, remedy=REMEDY):
             self._device.direction(DeviceWork(work), mean_P)
 
     def sums(self, work: Work) -> Mapping[str, Tensor]:
-        with running(self._what):
+        with running(self._what, remedy=REMEDY):
             self._device.end(DeviceWork(work))
-        for name, one in self._device.state.items():
+        for name, one in {**self._device.sums}.items():
+            if not isinstance(one, Tensor):
+                raise TaskError(
+                    f"{self._what} sets sums[{name!r}] to {type(one).__name__}: a sum is a tensor",
+                    remedy="use torch.tensor([...])",
+                )
+        for name, one in {**self._device.state}.items():
             if not isinstance(one, Tensor) or name.startswith(PENDING):
                 raise TaskError(
                     f"{self._what} sets state[{name!r}] to {type(one).__name__}: a state has "

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 from torch import Tensor
 
 from headwater.common.errors import (
@@ -23,6 +25,7 @@ from headwater.common.errors import (
     CorruptUpdate,
     HeadwaterError,
     LateUpdate,
+    SettingsError,
     error_of,
     travelling,
 )
@@ -34,6 +37,9 @@ HEAD, VECTOR = "head", "vector"
 EXPIRED, NODE_GONE = (3, 4), 5
 OWN_ERROR = 1000  # the Error.code of our errors; Flower's own codes are below 100
 
+MAX_HEAD_CHARACTERS = 1 << 20
+"""Of a message's data as JSON: the longest frame of the wire."""
+SHORTER_TERMS = "send less with the plans of the feature, or simulate in one process"
 MessageT = TypeVar("MessageT", bound=BaseModel)
 
 
@@ -45,8 +51,22 @@ def flat_array(data: memoryview | bytes, *, dtype: str) -> Array:
 
 
 def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
-    """Return a message's content: its data and, optionally, a vector."""
-    return content_with_head(data.model_dump_json(exclude_none=True), array)
+    """Return a message's content: its data and, optionally, a vector.
+
+    Raises:
+        SettingsError: a plan's terms are longer than a message may be.
+    """
+    try:
+        head = data.model_dump_json(exclude_none=True)
+    except PydanticSerializationError as error:  # a tensor that says so itself
+        raise SettingsError(str(error), remedy=SHORTER_TERMS) from error
+    if isinstance(data, Plan) and len(head) > MAX_HEAD_CHARACTERS:
+        raise SettingsError(
+            f"a plan of {len(head):,} characters with its terms ({', '.join(data.terms)}), and a "
+            f"message has room for {MAX_HEAD_CHARACTERS:,}",
+            remedy=SHORTER_TERMS,
+        )
+    return content_with_head(head, array)
 
 
 def content_with_head(head: str, array: Array | None) -> RecordDict:
@@ -143,6 +163,19 @@ def joined_sums(update: Update, plan: Plan, *, num_values: int) -> bytes:
     if not plan.terms:
         return b""
     return plan.extra_sums(num_values).joined(update.sums, name=update.name)
+
+
+def as_sent(update: Update, plan: Plan, *, num_values: int) -> Update:
+    """Return an update of this process with its sums as the other side would read them.
+
+    Raises:
+        CorruptUpdate, NonFiniteUpdate: see ``joined_sums``.
+    """
+    if not plan.terms:
+        return update
+    data = joined_sums(update, plan, num_values=num_values)
+    sums = plan.extra_sums(num_values).read(memoryview(data), name=update.name)
+    return replace(update, sums=sums)
 
 
 def read_update(

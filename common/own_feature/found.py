@@ -36,6 +36,11 @@ def own_feature(chosen: FeatureSettings) -> OwnFeature | None:
     if chosen.name is None:
         return None
     kind = find_named(chosen.name, what="feature")
+    if not isinstance(kind, type):
+        raise SettingsError(
+            f"the feature {chosen.name} is a {type(kind).__name__} and no class",
+            remedy="name the class itself, without constructing it",
+        )
     name = getattr(kind, "NAME", None) or getattr(kind, "__name__", "").lower()
     server, device = getattr(kind, "Server", None), getattr(kind, "Device", None)
     if server is None and device is None:
@@ -45,7 +50,8 @@ def own_feature(chosen: FeatureSettings) -> OwnFeature | None:
         )
     if not NAME.fullmatch(name) or name in KINDS:
         raise SettingsError(
-            f"the feature {chosen.name} has the name {name!r}, which is taken or no name",
+            f"the feature {chosen.name} has the name {name!r}, which is taken or no name (taken: "
+            f"{', '.join(KINDS)})",
             remedy="set NAME in the class: letters, digits and underscores",
         )
     terms = getattr(kind, "Terms", None) or Terms
@@ -56,6 +62,7 @@ def own_feature(chosen: FeatureSettings) -> OwnFeature | None:
         )
     if terms.__dict__.get("NAME") != name:
         # One class for both sides of a process, which read and write each other's terms.
-        kind.Terms = terms = type("Terms", (terms,), {"NAME": name, "__module__": __name__})
+        terms = type("Terms", (terms,), {"NAME": name, "__module__": __name__})
+        setattr(kind, "Terms", terms)  # noqa: B010 - as a type checker knows no such attribute
     register(terms)
     return OwnFeature(name=name, terms=terms, server=server, device=device)

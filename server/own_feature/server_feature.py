@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headwater.common.errors import SettingsError
@@ -14,6 +17,8 @@ from headwater.server.planning import features as planning_features
 from headwater.server.planning.features import DraftPlan
 from headwater.server.rounds import features as rounds_features
 from headwater.server.rounds.features import RunFeature, RunState
+
+REMEDY = "correct the lines that are shown, or the feature; then go on with --resume"
 
 
 class ServerFeature(RunFeature):
@@ -58,27 +63,79 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
             f"{what} of your own has the name of one that Headwater has",
             remedy="set another NAME in the class",
         )
-    kind = found.server or ServerFeature
-    check_arguments(kind, chosen.arguments, what=what, num_own=1)
-    with running(what):
-        # Known before it begins, also to one that has no side on the server.
-        made: ServerFeature = type(kind.__name__, (kind,), {"Terms": found.terms})(
-            run, **chosen.arguments
-        )
-        terms = made.terms()
-        asked = {} if terms is None else terms.sums(run.image.layout.num_parameters)
     settings = run.settings
-    hidden = {
-        "--secure-aggregation": settings.secure.aggregation != "off",
-        "--privacy-epsilon": settings.privacy.is_on,
-        "--aggregation": settings.aggregation.rule != "sum",
-        "--aggregators": settings.simulation.aggregators > 1,
+    kind = found.server or ServerFeature
+    _check_moments(kind, found.device, what=what)
+    check_arguments(kind, chosen.arguments, what=what, num_own=1)
+    with running(what, remedy=REMEDY):
+        made: ServerFeature = _guarded(kind, what, Terms=found.terms)(run, **chosen.arguments)
+        terms = made.terms()
+    asked = {} if terms is None else terms.sums(run.image.layout.num_parameters)
+    has_direction = _overrides(found.device, "direction")
+    alone = "is for the model's sum alone"
+    refused = {
+        f"sums beside the model's, and --secure-aggregation {alone}": (
+            bool(asked) and settings.secure.aggregation != "off"
+        ),
+        f"sums beside the model's, and --privacy-epsilon {alone}": (
+            bool(asked) and settings.privacy.is_on
+        ),
+        f"sums beside the model's, and --aggregation {alone}": (
+            bool(asked) and settings.aggregation.rule != "sum"
+        ),
+        "its own code on each device, and --aggregators run none": (
+            settings.simulation.aggregators > 1
+        ),
+        "its own code on each device, and --privacy-unit example bounds each example's gradient": (
+            found.device is not None
+            and settings.privacy.is_on
+            and settings.privacy.unit == "example"
+        ),
+        "a direction of local steps, and there is none without --local-steps": (
+            has_direction and not settings.local.is_on and settings.algorithm.name is None
+        ),
     }
-    for flag, is_on in hidden.items():
-        if asked and is_on:
-            raise SettingsError(
-                f"{what} adds up sums beside the model's ({', '.join(asked)}), and {flag} is for "
-                "the model's alone",
-                remedy=f"leave out {flag} or --feature",
-            )
+    for why, is_refused in refused.items():
+        if is_refused:
+            raise SettingsError(f"{what} has {why}", remedy="change one of the two")
     return found.name, made
+
+
+def _guarded(kind: type[ServerFeature], what: str, **own: Any) -> Any:
+    """Return a subclass whose moments say, where they raise, which feature it was."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def moment(*args: Any, **kwargs: Any) -> Any:
+            with running(what, remedy=REMEDY):
+                return function(*args, **kwargs)
+
+        return moment
+
+    moments = {
+        name: within(function)
+        for name, function in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    return type(kind.__name__, (kind,), {**moments, **own})
+
+
+def _overrides(kind: type | None, name: str) -> bool:
+    function = getattr(kind, name, None)
+    return function is not None and not function.__module__.startswith("headwater.client.")
+
+
+def _check_moments(server: type, device: type | None, *, what: str) -> None:
+    """Check that no method is a misspelled moment.
+
+    Raises:
+        SettingsError: one is named almost as a moment.
+    """
+    for kind in filter(None, (server, device)):
+        moments = {name for one in kind.__mro__[1:] for name in vars(one) if name[0] != "_"}
+        for name in vars(kind):
+            near = difflib.get_close_matches(name, moments, n=1, cutoff=0.85)
+            if name not in moments and near:
+                raise SettingsError(
+                    f"{what} has a {name}, which nothing calls", remedy=f"name it {near[0]}"
+                )

@@ -62,13 +62,13 @@ class HeldUpdates:
                 remedy="free space, lower --cohort-size, or leave out --aggregation",
             ) from error
 
-    def add(self, values_P: Tensor, weight: int) -> None:
+    def hold(self, values_P: Tensor, weight: int) -> None:
         """Hold a checked update."""
         self._rows[len(self._weights)] = values_P.numpy()
         self._weights.append(weight)
         self.weight += weight
 
-    def close(self, total: CohortSum) -> tuple[Tensor, int]:
+    def held_mean(self, total: CohortSum) -> tuple[Tensor, int]:
         """Return the rule's mean, and the weight of all updates; see ``mean``."""
         return self.mean(total), self.weight
 

@@ -49,10 +49,10 @@ BeyondNorm = Literal["refuse", "clip", "keep"]
 class Holder(Protocol):
     """Holds updates one by one, for a rule that needs every single vector."""
 
-    def add(self, values_P: Tensor, weight: int) -> None:
+    def hold(self, values_P: Tensor, weight: int) -> None:
         """Hold a checked update, in memory of the holder's own."""
 
-    def close(self, total: CohortSum) -> tuple[Tensor, int]:
+    def held_mean(self, total: CohortSum) -> tuple[Tensor, int]:
         """Return the mean gradient [P] of what is held, and its weight.
 
         ``total`` is the round's sum, open and empty; a holder may add to it and close it.
@@ -245,7 +245,7 @@ class OpenRound:
         if self.held is not None and not weight:
             raise NothingWeighed(f"{name}: a robust rule compares means, and its weight is 0")
         if self.held is not None:
-            self.held.add(whole(within_P), weight)
+            self.held.hold(whole(within_P), weight)
         else:
             known = peaks if within_P is values_P else None
             self._total.fold(within_P, weight, known, times=self.times(plan))

@@ -24,7 +24,7 @@ from headwater.common.model.vectors import all_finite, squared_norm, zero_tensor
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
-from headwater.common.terms import SumOf
+from headwater.common.terms import KINDS, SumOf
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
@@ -40,7 +40,7 @@ from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
-from headwater.server.rounds.open_round import OpenRound
+from headwater.server.rounds.open_round import Holder, OpenRound
 
 if TYPE_CHECKING:
     from headwater.server.aggregation.extra_sums import ExtraSums
@@ -179,8 +179,11 @@ class Training:
         max_weight = self.max_weight_per_example
         opening = Opening(plans=planned.plans, owned=planned.owned, norm_watch=self.norm_watch)
         for feature in self.features.values():
+            held = opening.held
             feature.open(opening)
+            self._check_holder(opening, before=held)
         plans = opening.plans
+        self._check_same(plans.values())
         planned_weight = sum(
             (1 if times_of is None else times_of(plan))
             * (plan.weigh_as or max_weight * plan.max_examples)
@@ -207,6 +210,39 @@ class Training:
             times_of=times_of,
             extra=self._extra_sums(plans.values()),
         )
+
+    def _check_same(self, plans: Iterable[Plan]) -> None:
+        """Check that all members of a secure session are asked the same by the user's feature.
+
+        Raises:
+            SettingsError: they are not, and a session would leave some out.
+        """
+        if "secagg" not in self.features or self.settings.feature.name is None:
+            return
+        own = [[one for name, one in plan.terms.items() if name not in KINDS] for plan in plans]
+        if len({tuple(map(id, terms)) for terms in own}) > 1:
+            raise SettingsError(
+                "the feature asks some clients for other than the rest, and --secure-aggregation "
+                "hides a client among others of its kind",
+                remedy="return the same terms for all clients, or leave out --secure-aggregation",
+            )
+
+    def _check_holder(self, opening: Opening, *, before: Holder | None) -> None:
+        """Check that the updates have one holder, and none where the sum alone is protected.
+
+        Raises:
+            SettingsError: a mean of held updates would have no noise, or see what masks hide.
+        """
+        if opening.held is None or opening.held is before:
+            return
+        others = {"privacy", "secagg"} & self.features.keys()
+        if before is not None or others:
+            raise SettingsError(
+                "a feature holds the updates one by one, and "
+                f"{'another does too' if before is not None else 'the run protects their sum'}",
+                remedy="leave out --feature, or --aggregation, --secure-aggregation and the flags "
+                "of privacy",
+            )
 
     def _extra_sums(self, plans: Iterable[Plan]) -> ExtraSums | None:
         """Return what adds up the sums beside the model's; None if no plan asks for one."""
@@ -266,7 +302,7 @@ class Training:
         if opened.held is None:
             mean_P, weight = self.sum.close(), opened.weight
         else:
-            mean_P, weight = opened.held.close(self.sum)
+            mean_P, weight = opened.held.held_mean(self.sum)
         done = plain_sum(
             opened.columns,
             names=tuple(opened.accepted),

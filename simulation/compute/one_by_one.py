@@ -161,7 +161,7 @@ class OneByOne:
                 more=own,
             )
             num_values = trainer.image.layout.num_parameters
-            records.joined_sums(update, plan, num_values=num_values)  # checked as over a wire
+            update = records.as_sent(update, plan, num_values=num_values)
             for one in own:
                 one.keep()
             update = self._as_sent(update, plan, part)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.client.training.accumulator import Accumulator
@@ -98,6 +99,8 @@ class TrainResult:
     checkpointed: list[str]
     blocks: list[CohortReports]
     replies: list[PlainReport | tuple[str, str] | None]
+    sums: dict[int, dict[str, NDArray[np.float32]]]
+    """The sums beside the model's, by the reply's place; none of most plans."""
     seconds: float
 
 
@@ -238,6 +241,7 @@ def _carried_out(
         checkpointed.add(name)
     replies: list[PlainReport | tuple[str, str] | None] = []
     blocks: list[CohortReports] = []
+    sums: dict[int, dict[str, NDArray[np.float32]]] = {}
     for reply in one_by_one.replies(
         order.clients,
         shared.image,
@@ -253,6 +257,8 @@ def _carried_out(
         if isinstance(reply, Update):
             slot = order.slots[len(replies)]
             shared.slots[slot].copy_(reply.values_P)
+            if reply.sums:
+                sums[len(replies)] = {key: one.numpy() for key, one in reply.sums.items()}
             replies.append(plain_report(reply.report))
         else:
             replies.append((type(reply.error).__name__, reply.error.message))
@@ -261,6 +267,7 @@ def _carried_out(
         checkpointed=[client.name for client in order.clients if client.name in checkpointed],
         blocks=blocks,
         replies=replies,
+        sums=sums,
         seconds=time.perf_counter() - start,
     )
 

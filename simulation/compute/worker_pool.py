@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
+import torch
 
 from headwater.common.errors import WorkerDied, error_of
 from headwater.common.flower.sent_model import SentModel
@@ -336,14 +337,15 @@ class WorkerPool:
             start += len(block)
             reports = block.of_clients([client for _, client in some])
             replies |= {at: _Foreseen(reports, row) for row, (at, _) in enumerate(some)}
-        for (at, client), plain in zip(piece, result.replies, strict=True):
+        for number, ((at, client), plain) in enumerate(zip(piece, result.replies, strict=True)):
             if plain is None:
                 continue
             if isinstance(plain, tuple):
                 replies[at] = Dropout(name=client.name, error=error_of(*plain))
             else:
                 slot = self._shared.slots[at % self._num_slots]
-                replies[at] = Update(values_P=slot, report=report_of(plain))
+                sums = {k: torch.from_numpy(v) for k, v in result.sums.get(number, {}).items()}
+                replies[at] = Update(values_P=slot, report=report_of(plain), sums=sums)
         return replies
 
     def _died(self, worker: _Worker) -> WorkerDied:

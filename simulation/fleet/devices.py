@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -89,6 +90,8 @@ class Devices:
         """
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
+        if settings.feature.name is not None:  # before a plan with its terms is read
+            import_module("headwater.common.own_feature.found").own_feature(settings.feature)
         self.settings = settings
         self.fleet = fleet_spec(settings)
         self.num_devices = settings.simulation.clients

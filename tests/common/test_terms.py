@@ -11,7 +11,7 @@ from headwater.common.errors import CorruptUpdate, FeatureMissing
 from headwater.common.flower.records import parse
 from headwater.common.messages import Plan
 from headwater.common.secagg.plan_digest import plan_digest
-from headwater.common.terms import KINDS, Terms, kind_of
+from headwater.common.terms import KINDS, Terms, kind_of, register
 
 FIELDS: dict[str, Any] = {
     "round": 1,
@@ -95,8 +95,8 @@ def test_a_session_agrees_on_which_features_act() -> None:
 
 
 def test_a_feature_that_is_not_here_is_refused_by_its_name() -> None:
-    text = json.dumps({**FIELDS, "terms": {"scaffold": {"rate": 0.1}}})
-    with pytest.raises(FeatureMissing, match="'scaffold'"):
+    text = json.dumps({**FIELDS, "terms": {"nobody_has": {"rate": 0.1}}})
+    with pytest.raises(FeatureMissing, match="'nobody_has'"):
         parse(text, Plan)
 
 
@@ -126,3 +126,14 @@ def test_what_is_asked_again_replaces_what_was_asked_before() -> None:
     assert before.keeps_update
     assert before.max_windows == 2
     assert not plan().keeps_update
+
+
+def test_another_version_of_a_user_s_feature_is_named() -> None:
+    class Own(Terms):
+        NAME = "own_of_this_test"
+        rate: float = 0.1
+
+    register(Own)
+    sent = {**FIELDS, "terms": {"own_of_this_test": {"mu": 1.0}}}
+    with pytest.raises(FeatureMissing, match=r"own_of_this_test is another one.*mu"):
+        parse(json.dumps(sent), Plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 import headwater
@@ -108,12 +109,10 @@ class GeometricMedian:
             self.rows: list[tuple[Tensor, int]] = []
             opening.held = self
 
-        def add(self, values_P: Tensor, weight: int) -> None:
+        def hold(self, values_P: Tensor, weight: int) -> None:
             self.rows.append((values_P / weight, weight))
 
-        def close(self, total: Any = None, fleet: Any = None) -> Any:
-            if fleet is not None:  # the moment of the run, which leaves the sum to the holder
-                return None
+        def held_mean(self, total: Any) -> tuple[Tensor, int]:
             points = torch.stack([mean_P for mean_P, _ in self.rows]).double()
             weights = torch.tensor([weight for _, weight in self.rows]).double()
             median_P = (points * weights[:, None]).sum(0) / weights.sum()
@@ -258,3 +257,68 @@ class NothingUsable(Signs):
     def loss_sum(self, model: Any, batch: Any) -> Any:
         loss, weight, metrics = super().loss_sum(model, batch)
         return loss * torch.nan, weight, metrics
+
+
+class Holds(GeometricMedian):
+    """Holds updates where their sum alone is protected."""
+
+
+class Turns(Pull):
+    """Has a direction, in a run without local steps."""
+
+
+class Misspelled(Counts):
+    """Has a moment that nothing calls."""
+
+    class Server(Counts.Server):
+        def commited(self, done: Any) -> None:
+            pass
+
+
+class Sharp(Counts):
+    """Sends a float64 table, which a wire flattens and rounds."""
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {"rounds": headwater.SumOf(length=4, limit=2.0**25)}
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            self.sums = {"rounds": torch.full((2, 2), 16777217.0, dtype=torch.float64)}
+
+
+class Spoils(Counts):
+    """Changes what it was given: a copy, which no other client sees."""
+
+    class Terms(Counts.Terms):
+        numbers: list[float] = Field(default_factory=lambda: [0.0])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            work.parameters_P.zero_()
+            self.terms.numbers[0] += 1
+            self.sums = {"rounds": torch.tensor([self.terms.numbers[0]])}
+
+
+class Raises(Counts):
+    """Raises on the server in round 2."""
+
+    class Server(Counts.Server):
+        def committed(self, done: Any) -> None:
+            if self.run.round == 2:
+                raise RuntimeError("not today")
+            super().committed(done)
+
+
+class TooLong(Counts):
+    """Sends more with its plans than a message may have."""
+
+    class Terms(Counts.Terms):
+        numbers: list[float] = Field(default_factory=lambda: [0.5] * 300_000)
+
+
+class TensorTooLong(Counts):
+    """The same, as a tensor."""
+
+    class Terms(Counts.Terms):
+        numbers: headwater.Values = Field(default_factory=lambda: torch.zeros(200_000))

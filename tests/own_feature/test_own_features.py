@@ -283,6 +283,7 @@ def seen_in(tmp_path: Path, feature: str, **more: Any) -> list[list[float]]:
     return seen
 
 
+FIXED: dict[str, Any] = {"accumulation_steps": 2, "micro_batch_size": 8}
 FLEET = "[[device]]\nexamples_per_second = 200\nmemory_bytes = 2_000_000_000\n" + (
     "upload_bytes_per_second = 1_000_000\ncount = 3\n"
 )
@@ -331,6 +332,13 @@ def test_a_value_beyond_its_limit_costs_its_sender_the_round_and_others_nothing(
         ("Robust", {}, "taken|name of one that Headwater has"),
         ("Counts", {"settings": {"simulation.aggregators": 2}}, "--aggregators"),
         ("Counts", {"aggregation": "median", "clients": 5}, "--aggregation"),
+        ("Holds", {"aggregation": "median", "clients": 5}, "another does too"),
+        ("Holds", {"clients": 5, "secure_aggregation": "semi-honest"}, "protects their sum"),
+        ("Holds", {"privacy_epsilon": 8.0, **FIXED}, "protects their sum"),
+        ("Pull", {"privacy_epsilon": 8.0, "privacy_unit": "example", **FIXED}, "unit example"),
+        ("Turns", {}, "without --local-steps"),
+        ("Misspelled", {}, "commited"),
+        ("OneClientAlone", {"clients": 5, "secure_aggregation": "semi-honest"}, "other than"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_first_round(
@@ -361,3 +369,35 @@ def test_a_feature_is_not_asked_for_sums_of_no_example(tmp_path: Path) -> None:
             progress=False,
             settings={"cohort.max_aborted_rounds": 1, "check_task": False},
         )
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_sums_and_terms_are_the_same_in_one_process_and_over_a_wire(
+    tmp_path: Path, engine: str
+) -> None:
+    settings = {"simulation.engine": engine}
+    assert seen_in(tmp_path / "sharp", "Sharp", settings=settings) == [[3 * 2.0**24] * 4] * 4
+    assert seen_in(tmp_path / "spoils", "Spoils", settings=settings) == [[3.0]] * 4
+
+
+def test_a_feature_works_in_several_processes(tmp_path: Path) -> None:
+    settings = {"simulation.workers": 2, "simulation.compute": "one-by-one"}
+    assert seen_in(tmp_path, "Counts", settings=settings) == [[3.0], [6.0], [9.0], [12.0]]
+    with pytest.raises(SettingsError, match="the feature is a Python object"):
+        headwater.simulate(SIGNS, clients=3, rounds=1, feature=features.Counts, settings=settings)
+
+
+def test_a_feature_that_raises_is_named_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(headwater.HeadwaterError, match=r"the feature raises failed.*not today"):
+        seen_in(tmp_path, "Raises")
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    assert saved.progress.round == 1
+
+
+@pytest.mark.parametrize("feature", ["TooLong", "TensorTooLong"])
+def test_plans_that_are_too_long_end_the_run_with_a_named_error(
+    tmp_path: Path, feature: str
+) -> None:
+    with pytest.raises(SettingsError, match="has room for"):
+        seen_in(tmp_path, feature, settings={"simulation.engine": "grpc"})

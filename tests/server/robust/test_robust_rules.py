@@ -44,7 +44,7 @@ def combine(
     total.open(num_clients=len(weights), planned_weight=sum(weights))
     held.open(num_clients=len(weights))
     for row, weight in zip(rows, weights, strict=True):
-        held.add(torch.from_numpy(row), weight)
+        held.hold(torch.from_numpy(row), weight)
     assert held.weight == sum(weights)
     return held.mean(total).numpy().copy()
 
@@ -120,7 +120,7 @@ def test_vectors_beyond_the_memory_limit_are_held_in_a_file() -> None:
     held.open(num_clients=9)
     assert isinstance(held._rows, np.memmap)
     for row, weight in zip(rows, weights, strict=True):
-        held.add(torch.from_numpy(row), weight)
+        held.hold(torch.from_numpy(row), weight)
     found = held.mean(CohortSum(layout())).numpy()
     assert found.tobytes() == combine("krum", rows, weights).tobytes()
 
