@@ -37,8 +37,8 @@ class Terms(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     NAME: ClassVar[str]
-    CODING: ClassVar[str | None] = None
-    """Where the ``VectorCoding`` of these terms is, as module:Class; None: they have none."""
+    CODING: ClassVar[str | type | None] = None
+    """The ``VectorCoding`` of these terms, a class or module:Class; None: they have none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by the name: a user's class is made anew in each process."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headwater.common.errors import HeadwaterError
     from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
+    from headwater.common.sums.encoded_vector import EncodedVector
     from headwater.common.sums.tensor_field import Values
     from headwater.common.terms import SumOf, Terms
     from headwater.server.api import serve
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DeviceFeature",
     "DeviceWork",
+    "EncodedVector",
     "GradientSum",
     "HeadwaterError",
     "ModelDifference",
@@ -56,6 +58,7 @@ __all__ = [
 _MODULES = {
     "DeviceFeature": "headwater.client.own_feature.device_feature",
     "DeviceWork": "headwater.client.own_feature.device_feature",
+    "EncodedVector": "headwater.common.sums.encoded_vector",
     "GradientSum": "headwater.client.flower.gradient_sum",
     "HeadwaterError": "headwater.common.errors",
     "ModelDifference": "headwater.client.flower.model_difference",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,9 +32,11 @@ class VectorCoding(Protocol):
 def coding_in(terms: Iterable[Terms], *, run_seed: int, round_number: int) -> VectorCoding | None:
     """Return the coding that is made of the first terms that have one; None: as float32."""
     for one in terms:
-        if one.CODING is not None:
-            module, _, kind = one.CODING.partition(":")
+        make: Any = one.CODING
+        if isinstance(make, str):
+            module, _, kind = make.partition(":")
             make = getattr(import_module(module), kind)
+        if make is not None:
             found: VectorCoding = make(terms=one, run_seed=run_seed, round=round_number)
             return found
     return None

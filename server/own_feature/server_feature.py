@@ -83,6 +83,14 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
         f"sums beside the model's, and --aggregation {alone}": (
             bool(asked) and settings.aggregation.rule != "sum"
         ),
+        "an encoding of its own, beside --compress, or where masks or noise come first": (
+            found.terms.CODING is not None
+            and (
+                settings.compression.up != "off"
+                or settings.secure.aggregation != "off"
+                or settings.privacy.is_on
+            )
+        ),
         "its own code on each device, and --aggregators run none": (
             settings.simulation.aggregators > 1
         ),

@@ -22,6 +22,7 @@ from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, trave
 from headwater.common.flower import records
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
+from headwater.common.sums.coding import VectorCoding
 from headwater.server.aggregation.round_reports import in_all
 from headwater.server.fleet import Dropout, UpdateSeries
 from headwater.simulation.compute.dry_run import foreseen_alone
@@ -181,9 +182,7 @@ class OneByOne:
         """
         devices, values_P, coding = self._devices, update.values_P, plan.coding
         if coding is not None:
-            from headwater.client.compression.error_feedback import encoded_update
-
-            _, data = encoded_update(update, plan, devices.error_feedback(part))
+            data = self._encoded(update, plan, coding, part)
             coding.read(data, update.name, values_P.numel()).decode_into(values_P)
         faults = devices.falsifications(part, round_number=plan.round)
         if not faults:
@@ -194,6 +193,13 @@ class OneByOne:
             data = coding.encode(values_P, update.name)
             values_P = coding.read(data, update.name, values_P.numel()).tensor()
         return replace(update, values_P=values_P)
+
+    def _encoded(self, update: Update, plan: Plan, coding: VectorCoding, part: int) -> bytearray:
+        if "compression" not in plan.terms:  # a coding of the user's
+            return coding.encode(update.values_P, update.name)
+        from headwater.client.compression.error_feedback import encoded_update
+
+        return encoded_update(update, plan, self._devices.error_feedback(part))[1]
 
 
 def _blocks(rows: Sequence[int | None], at_once: int) -> Iterator[slice]:

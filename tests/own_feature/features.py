@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -322,3 +323,36 @@ class TensorTooLong(Counts):
 
     class Terms(Counts.Terms):
         numbers: headwater.Values = Field(default_factory=lambda: torch.zeros(200_000))
+
+
+class SignCoding:
+    """One bit for each coordinate, and one scale: the mean magnitude."""
+
+    def __init__(self, *, terms: Any, **plan: Any) -> None:
+        self.terms = terms
+
+    def encode(self, values_P: Tensor, name: str) -> bytearray:
+        bits = np.packbits(values_P.numpy() >= 0)
+        return bytearray(np.float32(values_P.abs().mean()).tobytes() + bits.tobytes())
+
+    def read(self, data: Any, name: str, num_values: int) -> headwater.EncodedVector:
+        memory = memoryview(data)
+        if len(memory) != 4 + -(-num_values // 8):
+            raise headwater.HeadwaterError(f"{name}: no vector of signs")
+        scale = float(np.frombuffer(memory[:4], np.float32)[0])
+        signs = np.unpackbits(np.frombuffer(memory[4:], np.uint8), count=num_values)
+        values = np.where(signs == 1, scale, -scale).astype(np.float32)
+        return headwater.EncodedVector(num_values, lambda low, high: values[low:high])
+
+
+class Signs1Bit:
+    """signSGD with a scale (Karimireddy et al. 2019): 32 times fewer bytes."""
+
+    class Terms(headwater.Terms):
+        CODING = SignCoding
+
+        def update_bytes(self, num_values: int) -> int:
+            return 4 + -(-num_values // 8)
+
+    class Server(headwater.ServerFeature):
+        pass

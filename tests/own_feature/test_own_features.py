@@ -337,6 +337,8 @@ def test_a_value_beyond_its_limit_costs_its_sender_the_round_and_others_nothing(
         ("Holds", {"privacy_epsilon": 8.0, **FIXED}, "protects their sum"),
         ("Pull", {"privacy_epsilon": 8.0, "privacy_unit": "example", **FIXED}, "unit example"),
         ("Turns", {}, "without --local-steps"),
+        ("Signs1Bit", {"clients": 5, "secure_aggregation": "semi-honest"}, "an encoding"),
+        ("Signs1Bit", {"settings": {"compression.up": "int8"}}, "an encoding"),
         ("Misspelled", {}, "commited"),
         ("OneClientAlone", {"clients": 5, "secure_aggregation": "semi-honest"}, "other than"),
     ],
@@ -401,3 +403,32 @@ def test_plans_that_are_too_long_end_the_run_with_a_named_error(
 ) -> None:
     with pytest.raises(SettingsError, match="has room for"):
         seen_in(tmp_path, feature, settings={"simulation.engine": "grpc"})
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_an_encoding_of_one_s_own_is_that_of_a_plain_loop(tmp_path: Path, engine: str) -> None:
+    rate = 0.5
+    headwater.simulate(
+        SIGNS,
+        clients=3,
+        rounds=2,
+        accumulation_steps=4,
+        micro_batch_size=10,
+        optimizer="sgd",
+        learning_rate=rate,
+        feature=named("Signs1Bit"),
+        out=tmp_path,
+        progress=False,
+        settings={"simulation.engine": engine},
+    )
+    model, values_P = Signs().new_model(), vector(initial())
+    for _ in range(2):
+        put(model, values_P)
+        sums = []
+        for part in range(3):
+            inputs, labels = Signs().train_examples(data=None, part=part, num_parts=3).tensors
+            sums.append(40 * gradient(model, (inputs, labels)))
+        signs = [torch.where(one >= 0, 1.0, -1.0) * one.abs().mean() for one in sums]
+        values_P = values_P - rate * torch.stack(signs).sum(0) / 120
+    found = headwater.load_model(tmp_path)
+    torch.testing.assert_close(vector(found), values_P, rtol=2e-5, atol=2e-6)
