@@ -15,6 +15,7 @@ from torch import Tensor
 from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import (
+    CorruptUpdate,
     FeatureMissing,
     HeadwaterError,
     ProtocolMismatch,
@@ -114,7 +115,22 @@ class OwnRound(Feature):
                     "tensors, under names that begin with no dot",
                     remedy="keep numbers as torch.tensor(number)",
                 )
+        self._check_sums(work)
         return self._device.sums
+
+    def _check_sums(self, work: Work) -> None:
+        """Check that the sums are those that the terms declare.
+
+        Raises:
+            TaskError: they are not, which the next round would be too.
+            NonFiniteUpdate, OutlierUpdate: one is not finite, or beyond its limit.
+        """
+        num_values = work.context.image.layout.num_parameters
+        asked = named_sums([self._device.terms], num_values)
+        try:
+            asked.joined(self._device.sums, name=work.context.name)
+        except CorruptUpdate as error:
+            raise TaskError(f"{self._what}: {error.message}", remedy=error.remedy) from None
 
     def keep(self) -> None:
         """Store the state as that of a round which may count.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from headwater.common.errors import (
+    FeatureMissing,
     HeadwaterError,
     RoundAborted,
     TaskError,
@@ -342,14 +343,16 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
 
 
 def _raise_common_fault(opened: OpenRound) -> None:
-    """Raise a fault of the task that kept every client from answering: it ends the run.
+    """Raise a fault of the task, or of a feature, that kept every client from answering.
+
+    It ends the run: the next round would meet it again.
 
     Raises:
-        TaskError: no client answered, and this is the first client's error.
+        TaskError, FeatureMissing: no client answered, and this is the first client's error.
     """
     if not opened.accepted and not opened.ready:
         for error in opened.refused.values():
-            if isinstance(error, TaskError):
+            if isinstance(error, TaskError | FeatureMissing):
                 raise error
 
 
