@@ -51,7 +51,7 @@ MUST_NOT_IMPORT = {
 }
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/plan_features.py", "client/flower/", "common/flower/"),
-    "client/masked_rounds/",
+    *("client/masked_rounds/", "client/offline/offline_plans.py"),
     *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")

@@ -1,0 +1,56 @@
+"""Masked plans on a device: what its owner requires, and updates that wait for a session."""
+
+from __future__ import annotations
+
+from flwr.app import RecordDict
+
+from headwater.client.flower.request import DeviceRequest
+from headwater.client.masked_rounds.masked_answers import train_masked
+from headwater.client.masked_rounds.masked_description import told_examples
+from headwater.client.masked_rounds.of_request import secure_of
+from headwater.client.masked_rounds.suspended_updates import suspended_of
+from headwater.client.plan_features import PlanFeature, load_model
+from headwater.client.secagg.pending import pending_in
+from headwater.client.secagg.plan_policy import check_plan
+from headwater.client.secagg.prepare import check_masking
+from headwater.common.flower import records
+from headwater.common.messages import Plan
+
+
+class MaskedPlans(PlanFeature):
+    """Secure aggregation: what the owner requires, and updates that wait for a session."""
+
+    def check(self, request: DeviceRequest, plan: Plan) -> None:
+        name, is_masked = request.identity.name, "secagg" in plan.terms
+        check_masking(secure_of(request), is_masked=is_masked, name=name, what="an update")
+
+    def prepare(self, request: DeviceRequest, plan: Plan) -> None:
+        """Erase the sessions of other rounds."""
+        pending, name = pending_in(request.trainer.accumulator), request.identity.name
+        if request.settings.asynchronous.is_on:  # simulated devices wait with other rounds' updates
+            pending.discard(name)
+        else:
+            run_id = request.context.run_id
+            pending.start_plan(run_id=run_id, round_number=plan.round, name=name)
+        if not records.is_view(request.message.content):  # an engine where no process stays
+            suspended = suspended_of(request)
+            suspended.discard()
+            if "secagg" in plan.terms:
+                suspended.prepare()
+
+    def allow(self, request: DeviceRequest, plan: Plan) -> None:
+        if "secagg" in plan.terms:
+            told, name = told_examples(request, plan), request.identity.name
+            check_plan(plan, secure_of(request), name=name, told_examples=told)
+
+    def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
+        if "secagg" not in plan.terms:
+            return None
+        # Checks the task, not under a model of the server's choice.
+        request.trainer.examples(request.identity)
+        load_model(request, plan)
+        return train_masked(request, plan)
+
+    def check_test(self, request: DeviceRequest) -> None:
+        name = request.identity.name
+        check_masking(secure_of(request), is_masked=False, name=name, what="the held-out loss")
