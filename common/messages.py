@@ -161,8 +161,12 @@ class Plan(WireMessage):
         return self.model_copy(update={"terms": {**self.terms, **{t.NAME: t for t in terms}}})
 
     @property
-    def repeats_examples(self) -> bool:
+    def asks_model(self) -> bool:
         """See ``Terms``, as of the properties below."""
+        return all(one.asks_model for one in self.terms.values())
+
+    @property
+    def repeats_examples(self) -> bool:
         return any(one.repeats_examples for one in self.terms.values())
 
     @property
@@ -204,7 +208,9 @@ class Plan(WireMessage):
         return named_sums(self.terms.values(), num_values)
 
     def model_bytes(self, num_values: int) -> int:
-        """Return the bytes of the model's own sum in the update; 0 if it is sent later."""
+        """Return the bytes of the model's own sum in the update; 0 if it is sent later or never."""
+        if not self.asks_model:
+            return 0
         found = (one.update_bytes(num_values) for one in self.terms.values())
         return min((number for number in found if number is not None), default=4 * num_values)
 

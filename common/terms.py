@@ -52,6 +52,11 @@ class Terms(BaseModel):
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
     @property
+    def asks_model(self) -> bool:
+        """Whether the update has the model's sum; a round without it computes no gradient."""
+        return True
+
+    @property
     def repeats_examples(self) -> bool:
         """Whether a quota beyond the device's examples passes over them again."""
         return False

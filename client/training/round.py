@@ -144,7 +144,9 @@ def sum_round(work: Work) -> None:
         image.model.train()
     with _unchanged(image, is_moved=any(feature.moves_model for feature in features)):
         try:
-            if not any(feature.train(work) for feature in features):
+            if not work.plan.asks_model:
+                pass_examples(work)
+            elif not any(feature.train(work) for feature in features):
                 sum_examples(work)
         except NonFiniteUpdate as error:
             if not any(feature.failed(work, error) for feature in features):
@@ -152,6 +154,13 @@ def sum_round(work: Work) -> None:
         finally:
             work.after_L = image.local_L.clone()
             image.local_L.copy_(work.before_L)
+
+
+def pass_examples(work: Work) -> None:
+    """Count the examples of the window, of which no gradient is asked; each weighs one."""
+    used = work.window.positions[: work.plan.quota]
+    work.total.num_examples = work.total.weight = len(used)
+    work.total.done.append(tuple(used))
 
 
 def sum_examples(work: Work) -> None:
@@ -265,7 +274,7 @@ def plain_update(work: Work) -> Update:
         vitals=context.vitals(),
         is_checkpointed=is_on_in(context.image.modules),
     )
-    return Update(values_P=work.values_P, report=report)
+    return Update(values_P=work.values_P if plan.asks_model else work.values_P[:0], report=report)
 
 
 def scale(values_P: Tensor, *, by: int, over: int) -> bool:

@@ -91,6 +91,19 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
                 or settings.privacy.is_on
             )
         ),
+        "rounds without the model's sum, which go with plain sums alone": (
+            terms is not None
+            and not terms.asks_model
+            and bool(
+                settings.compression.up != "off"
+                or settings.secure.aggregation != "off"
+                or settings.privacy.is_on
+                or settings.aggregation.rule != "sum"
+                or settings.asynchronous.is_on
+                or settings.local.is_on
+                or settings.algorithm.name is not None
+            )
+        ),
         "its own code on each device, and --aggregators run none": (
             settings.simulation.aggregators > 1
         ),

@@ -194,7 +194,9 @@ class OpenRound:
                 *(report.name, plan, report.num_examples, report.weight, report.num_steps),
                 report.num_windows,
             )
-            self._add(report.name, plan, admitted(update, plan), report.weight)
+            values_P = admitted(update, plan)
+            if plan.asks_model:
+                self._add(report.name, plan, values_P, report.weight)
             if self.extra is not None:
                 times = self.times(plan)
                 self.extra.add(update.sums, weight=report.weight, times=times)

@@ -6,6 +6,7 @@ client that is skipped, refused, clipped or left out is counted here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -146,6 +147,8 @@ class RoundRow:
 
     def loss_text(self, form: str = ".4g") -> str:
         """Return the loss as a person reads it."""
+        if self.epsilon is None and math.isnan(self.loss):
+            return "no loss"
         return "loss hidden" if self.epsilon is not None else f"loss {self.loss:{form}}"
 
     @property
@@ -177,14 +180,14 @@ class RoundRow:
     def figures(self) -> dict[str, float]:
         """Return the round's own numbers and metrics by name, without those that are None.
 
-        The loss of a private round is hidden, and is left out.
+        The loss of a private round is hidden, and is left out; a round without gradients has none.
         """
         own = {
             one.name: value
             for one in fields(self)
             if isinstance(value := getattr(self, one.name), int | float)
         }
-        if self.epsilon is not None:
+        if self.epsilon is not None or math.isnan(self.loss):
             del own["loss"]
         return own | self.metrics
 

@@ -8,6 +8,7 @@ lateness outlives an aborted round.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -206,10 +207,24 @@ class Training:
             norm_watch=opening.norm_watch,
             beyond_norm=self.settings.aggregation.beyond_norm,
             held=opening.held,
-            releases_reports=opening.releases_reports,
+            releases_reports=opening.releases_reports and self._asks_model(plans),
             times_of=times_of,
             extra=self._extra_sums(plans.values()),
         )
+
+    def _asks_model(self, plans: Mapping[str, Plan]) -> bool:
+        """Whether the round's updates have the model's sum: all of them, or none."""
+        found = {plan.asks_model for plan in plans.values()} if self._has_own else {True}
+        if len(found) > 1:
+            raise SettingsError(
+                f"round {self.round + 1} asks some clients for the model's sum and some for none",
+                remedy="return terms of one kind for all clients",
+            )
+        return found != {False}
+
+    @property
+    def _has_own(self) -> bool:
+        return self.settings.feature.name is not None
 
     def _check_same(self, plans: Iterable[Plan]) -> None:
         """Check that all members of a secure session are asked the same by the user's feature.
@@ -299,7 +314,10 @@ class Training:
             )
         for feature in self.features.values():
             feature.reveal(opened)
-        if opened.held is None:
+        asks_model = self._asks_model(opened.plans)
+        if not asks_model:
+            mean_P, weight = torch.zeros_like(self.image.values_P), opened.weight
+        elif opened.held is None:
             mean_P, weight = self.sum.close(), opened.weight
         else:
             mean_P, weight = opened.held.held_mean(self.sum)
@@ -313,6 +331,8 @@ class Training:
             # estimate compares.
             noise=total(opened.noise) if opened.has_one_model and opened.held is None else None,
         )
+        if not asks_model:
+            return replace(done, loss_sum=math.nan, noise=None)
         # What a codec or a private round's noise has moved is stepped as any other.
         unused = zero_tensors(done.mean_P, self.image.layout.spans, opened.unused)
         return replace(done, unused=unused)
@@ -370,13 +390,15 @@ class Training:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         penalised: tuple[int, ...] = ()
-        if is_exact:  # with local steps each device has added it to each step
+        if is_exact and self._asks_model(opened.plans):  # else each device has added it to its own
             penalised = add_penalty(self.task, self.image, done.mean_P)
-        rate = self.optimizer.step(
-            done.mean_P,
-            rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
-            unused=[at for at in done.unused if at not in penalised],
-        )
+        rate = 0.0
+        if self._asks_model(opened.plans):
+            rate = self.optimizer.step(
+                done.mean_P,
+                rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
+                unused=[at for at in done.unused if at not in penalised],
+            )
         if not all_finite(self.image.values_P):
             raise Diverged(
                 f"round {self.round + 1}: the step led to parameters that are not finite"

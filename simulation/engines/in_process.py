@@ -159,7 +159,10 @@ class LocalFleet:
             self._note(names, "uploading")
             num_updates = 1 if isinstance(answer, Update) else len(answer.reports)
             num_values = image.layout.num_parameters
-            self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
+            if isinstance(answer, Update):  # with the sums beside the model's, or without its own
+                self._bytes_up += plans[answer.name].update_bytes(num_values)
+            else:
+                self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
             if isinstance(answer, Update):
                 answer = self._after_absence(answer)
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):

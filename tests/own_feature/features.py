@@ -356,3 +356,19 @@ class Signs1Bit:
 
     class Server(headwater.ServerFeature):
         pass
+
+
+class Census(Histogram):
+    """Counts labels, and trains nothing in the first two rounds."""
+
+    class Terms(Histogram.Terms):
+        trains: bool
+
+        @property
+        def asks_model(self) -> bool:
+            return self.trains
+
+    class Server(Histogram.Server):
+        def terms(self) -> headwater.Terms:
+            found: headwater.Terms = self.Terms(trains=self.run.round >= 2)
+            return found

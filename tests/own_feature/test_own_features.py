@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,8 @@ def test_a_value_beyond_its_limit_costs_its_sender_the_round_and_others_nothing(
         ("Turns", {}, "without --local-steps"),
         ("Signs1Bit", {"clients": 5, "secure_aggregation": "semi-honest"}, "an encoding"),
         ("Signs1Bit", {"settings": {"compression.up": "int8"}}, "an encoding"),
+        ("Census", {"settings": {"compression.up": "int8"}}, "rounds without the model"),
+        ("Census", {"local_steps": 2}, "rounds without the model"),
         ("Misspelled", {}, "commited"),
         ("OneClientAlone", {"clients": 5, "secure_aggregation": "semi-honest"}, "other than"),
     ],
@@ -432,3 +435,22 @@ def test_an_encoding_of_one_s_own_is_that_of_a_plain_loop(tmp_path: Path, engine
         values_P = values_P - rate * torch.stack(signs).sum(0) / 120
     found = headwater.load_model(tmp_path)
     torch.testing.assert_close(vector(found), values_P, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_rounds_without_the_model_s_sum_step_nothing(tmp_path: Path, engine: str) -> None:
+    """Two rounds of counting, then one of training: the step of a run of one round."""
+    given: dict[str, Any] = {"accumulation_steps": 4, "micro_batch_size": 10, "optimizer": "sgd"}
+    given |= {"learning_rate": 0.5, "clients": 3}
+    settings = {"simulation.engine": engine}
+    seen = seen_in(tmp_path / "run", "Census", **given | {"rounds": 3}, settings=settings)
+    parts = [Signs().train_examples(data=None, part=part, num_parts=3) for part in range(3)]
+    labels = torch.cat([part.tensors[1] for part in parts])
+    assert seen == [torch.bincount(labels, minlength=2).tolist()] * 3
+    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["loss"] is None for row in rows] == [True, True, False]
+    assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 0.5]
+    one = headwater.simulate(Signs, **given, rounds=1, progress=False)
+    found = vector(headwater.load_model(tmp_path / "run"))
+    torch.testing.assert_close(found, vector(one.model), rtol=1e-6, atol=1e-7)
