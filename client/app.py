@@ -135,7 +135,7 @@ def _train(request: DeviceRequest) -> RecordDict:
         encoded = encoded if found is None else found
     if encoded is None and (coding := plan.coding) is not None:  # of a feature of the user's
         encoded = coding.encode(update.values_P, identity.name)
-    sums = records.joined_sums(update, plan, num_values=trainer.image.layout.num_parameters)
+    sums = update.joined_sums(plan, num_values=trainer.image.layout.num_parameters)
     records.save_state(context, SAMPLER, sampler)
     for one in own:
         one.keep()

@@ -7,7 +7,7 @@ trusted after that. An update's vector is not part of its report; it travels sep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
@@ -523,6 +523,28 @@ class Update:
     def name(self) -> str:
         """The client's name."""
         return self.report.name
+
+    def joined_sums(self, plan: Plan, *, num_values: int) -> bytes:
+        """Return the sums beside the model's, of ``num_values``, as they are sent.
+
+        Raises:
+            CorruptUpdate: they are not those that the plan asks for.
+            NonFiniteUpdate, OutlierUpdate: one is not finite, or beyond its limit.
+        """
+        if not plan.terms:
+            return b""
+        return plan.extra_sums(num_values).joined(self.sums, name=self.name)
+
+    def as_sent(self, plan: Plan, *, num_values: int) -> Update:
+        """Return an update of this process with its sums as the other side would read them.
+
+        Raises:
+            CorruptUpdate, NonFiniteUpdate, OutlierUpdate: see ``joined_sums``.
+        """
+        if not plan.terms:
+            return self
+        data = memoryview(self.joined_sums(plan, num_values=num_values))
+        return replace(self, sums=plan.extra_sums(num_values).read(data, name=self.name))
 
     @property
     def vector(self) -> Vector:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -151,31 +150,6 @@ def update_content(
         memory = memoryview(bytes(memory) + sums)
     dtype = "float32" if is_plain else "uint8"
     return content_of(update.report, flat_array(memory if as_view else bytes(memory), dtype=dtype))
-
-
-def joined_sums(update: Update, plan: Plan, *, num_values: int) -> bytes:
-    """Return the sums beside the model's, of ``num_values``, as they are sent.
-
-    Raises:
-        CorruptUpdate: they are not those that the plan asks for.
-        NonFiniteUpdate: one is not finite.
-    """
-    if not plan.terms:
-        return b""
-    return plan.extra_sums(num_values).joined(update.sums, name=update.name)
-
-
-def as_sent(update: Update, plan: Plan, *, num_values: int) -> Update:
-    """Return an update of this process with its sums as the other side would read them.
-
-    Raises:
-        CorruptUpdate, NonFiniteUpdate: see ``joined_sums``.
-    """
-    if not plan.terms:
-        return update
-    data = joined_sums(update, plan, num_values=num_values)
-    sums = plan.extra_sums(num_values).read(memoryview(data), name=update.name)
-    return replace(update, sums=sums)
 
 
 def read_update(

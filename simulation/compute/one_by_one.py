@@ -19,7 +19,6 @@ from headwater.client.algorithms.lookup import algorithm_for
 from headwater.client.features import own_rounds
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
-from headwater.common.flower import records
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
 from headwater.common.sums.coding import VectorCoding
@@ -162,7 +161,7 @@ class OneByOne:
                 more=own,
             )
             num_values = trainer.image.layout.num_parameters
-            update = records.as_sent(update, plan, num_values=num_values)
+            update = update.as_sent(plan, num_values=num_values)
             for one in own:
                 one.keep()
             update = self._as_sent(update, plan, part)

@@ -84,7 +84,7 @@ def falsified_reply(
     plan = records.read(message.content, Plan)
     num_values = run_trainer(settings).image.layout.num_parameters
     update = records.read_update(reply.content, plan, num_values=num_values)
-    sums = records.joined_sums(update, plan, num_values=num_values)
+    sums = update.joined_sums(plan, num_values=num_values)
     values_P, data = falsify(whole(update.vector), faults, moment), None
     if plan.coding is not None:
         data = plan.coding.encode(values_P, update.name)
