@@ -236,6 +236,16 @@ def test_a_row_has_the_examples_of_an_epoch_and_the_clients_seconds_by_part(
         assert row.client_seconds["wait"] == pytest.approx(row.slowest[1] - mean)
 
 
+@pytest.mark.parametrize(("engine", "is_real"), [("grpc", True), ("flower-ray", False)])
+def test_only_a_real_clock_says_what_a_round_takes(
+    monkeypatch: pytest.MonkeyPatch, engine: str, is_real: bool
+) -> None:
+    """On Ray the time of the workers made the plans of the next round, which then differed."""
+    monkeypatch.setattr(Network, "has_virtual_clock", False)
+    training, _ = trained(chosen(simulation={"clients": 3, "engine": engine}), honest)
+    assert (training.planner.round_seconds > 0) == is_real
+
+
 def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
     """Whole numbers: a sum and a loss of 8 examples become those of 24 without a rounding."""
     one_round = {"rounds": 1, "optimizer": {"name": "sgd", "learning_rate": 0.01}}
