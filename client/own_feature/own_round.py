@@ -38,7 +38,9 @@ def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) ->
     """Return what the device's own feature does in a plan that asks for it; in a list.
 
     Raises:
-        SettingsError: the settings name no feature.
+        SettingsError: there is no such feature.
+        FeatureMissing: the plan asks nothing of it, and the device requires that.
+        TaskFailed: its class raised.
     """
     found = own_feature(chosen)
     if found is None or found.device is None:

@@ -157,7 +157,7 @@ def sum_round(work: Work) -> None:
 
 
 def pass_examples(work: Work) -> None:
-    """Count the examples of the window, of which no gradient is asked; each weighs one."""
+    """Count the examples of the window without a gradient; each weighs one."""
     used = work.window.positions[: work.plan.quota]
     work.total.num_examples = work.total.weight = len(used)
     work.total.done.append(tuple(used))

@@ -43,7 +43,7 @@ class PlanningMoments:
     """The moments of a round's planning; a feature overrides those that it needs."""
 
     def describe(self, request: DescribeRequest) -> DescribeRequest:
-        """Change what clients are asked of themselves."""
+        """Change the request for a client's description."""
         return request
 
     def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:

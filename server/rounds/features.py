@@ -86,7 +86,7 @@ class RunFeature(PlanningMoments):
     # The run.
 
     def check(self) -> None:
-        """Check, before the run begins, that it can do what is asked.
+        """Check, before the run begins, that it can do what the settings say.
 
         Raises:
             HeadwaterError: it cannot.

@@ -169,7 +169,7 @@ class Training:
         num_updates: int | None = None,
         times_of: Callable[[Plan], int] | None = None,
     ) -> OpenRound:
-        """Empty the sum for a round with these plans, and the terms of its privacy.
+        """Empty the sum for a round with these plans, as the features change them.
 
         ``num_updates`` are awaited, None: one for each plan. ``times_of`` says how many times the
         update of a plan counts; None: once.
@@ -227,12 +227,12 @@ class Training:
         return self.settings.feature.name is not None
 
     def _check_same(self, plans: Iterable[Plan]) -> None:
-        """Check that all members of a secure session are asked the same by the user's feature.
+        """Check that the user's feature asks all members of a secure session for the same.
 
         Raises:
             SettingsError: they are not, and a session would leave some out.
         """
-        if "secagg" not in self.features or self.settings.feature.name is None:
+        if "secagg" not in self.features or not self._has_own:
             return
         own = [[one for name, one in plan.terms.items() if name not in KINDS] for plan in plans]
         if len({tuple(map(id, terms)) for terms in own}) > 1:
@@ -429,7 +429,7 @@ class Training:
         return True
 
     def check(self) -> None:
-        """Check, before the run begins, that its features can do what is asked.
+        """Check, before the run begins, that its features can do what the settings say.
 
         Raises:
             HeadwaterError: see ``RunFeature.check``.
