@@ -182,6 +182,10 @@ class Plan(WireMessage):
         return any(one.has_planned_weight for one in self.terms.values())
 
     @property
+    def is_private(self) -> bool:
+        return any(one.is_private for one in self.terms.values())
+
+    @property
     def hides_pace(self) -> bool:
         return any(one.hides_pace for one in self.terms.values())
 
@@ -217,7 +221,9 @@ class Plan(WireMessage):
     def update_bytes(self, num_values: int) -> int:
         """Return the bytes of the update's vector, with the sums beside the model's."""
         num_bytes = self.model_bytes(num_values)
-        return num_bytes + self.extra_sums(num_values).num_bytes if self.terms else num_bytes
+        if not self.terms or self.keeps_update:
+            return num_bytes
+        return num_bytes + self.extra_sums(num_values).num_bytes
 
     @property
     def accumulation_steps(self) -> int:

@@ -86,6 +86,10 @@ class PrivacyTerms(Terms):
         return True
 
     @property
+    def is_private(self) -> bool:
+        return True
+
+    @property
     def hides_pace(self) -> bool:
         return True
 

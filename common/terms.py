@@ -77,6 +77,11 @@ class Terms(BaseModel):
         return False
 
     @property
+    def is_private(self) -> bool:
+        """Whether the model's sum is under noise, which other sums have none of."""
+        return False
+
+    @property
     def hides_pace(self) -> bool:
         """Whether the server may not know how far the device is."""
         return False

@@ -53,6 +53,7 @@ class Answering(Protocol):
     """A device's side of a session, honest (``SecureSession``) or not."""
 
     vector: RingVector | None
+    sums_S: NDArray[np.uint64]
 
     def answer(self, request: Request, bounds: bytes | None = None) -> Reply: ...
 
@@ -245,7 +246,8 @@ class Cast:
         vector = None
         if isinstance(reply, MaskReply):
             assert party.session.vector is not None
-            vector = played.vectors[name] = party.session.vector.tobytes()
+            vector = party.session.vector.tobytes() + party.session.sums_S.tobytes()
+            played.vectors[name] = vector
         said = _changed((reply, vector), plan, action=action, client=name, by_server=False)
         for reply, vector in said:
             reply = _wired(reply, played)

@@ -177,8 +177,10 @@ class Node:
             plan = records.parse(plan_json, Plan)
         except HeadwaterError:  # the plan itself is refused when it is carried out
             return 4 * num_values
-        # A masked vector comes in a later reply, and is counted here.
-        return 4 * plan.num_sent(num_values) if plan.keeps_update else plan.update_bytes(num_values)
+        if not plan.keeps_update:
+            return plan.update_bytes(num_values)
+        # A masked vector and its sums come in a later reply, and are counted here.
+        return 4 * plan.num_sent(num_values) + 2 * plan.extra_sums(num_values).num_bytes
 
     def no_link(self, plan_json: str, answer: NodeAnswer) -> Iterator[NodeAnswer] | None:
         """Return the answers that may replace one, while no link can carry it; None: it waits."""

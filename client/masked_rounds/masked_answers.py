@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 from flwr.app import RecordDict
@@ -172,6 +173,7 @@ def _add_pending(
 
     context, trainer, identity = request.context, request.trainer, request.identity
     privacy = plan.of(PrivacyTerms)
+    extra = plan.extra_sums(trainer.image.layout.num_parameters)
     if update is None and privacy is not None:
         trainer.accumulator.reclaim()
         trainer.accumulator.zero()
@@ -188,6 +190,7 @@ def _add_pending(
         unmasked = UnmaskedUpdate(
             values_P=trainer.accumulator.values_P,
             numbers=numbers_of_nothing(num_refused=plan.quota),
+            sums_S=torch.zeros(extra.num_bytes // 4),
         )
     else:
         owned, _ = trainer.split(identity, plan)
@@ -236,7 +239,7 @@ def _random_coordinates(
     from headwater.common.compression.encoding import coding_of
 
     coding = coding_of(plan)
-    update = with_usable_values(update, planned_weight=device.planned_weight)
+    update = with_usable_values(update, device)
     values_P, history = update.values_P, history_of(request)
 
     def was_masked(label: MaskedLabel) -> bool:
@@ -255,4 +258,4 @@ def _random_coordinates(
     else:
         sent_K = coding.positions(len(values_P)).gather(values_P)
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
-    return UnmaskedUpdate(values_P=sent_K, numbers=numbers)
+    return replace(update, values_P=sent_K, numbers=numbers)

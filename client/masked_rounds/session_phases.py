@@ -58,6 +58,9 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
     if vector is None:
         return records.content_of(reply)
     memory = vector.data.cast("B")
+    if len(session.sums_S):
+        both = bytes(memory) + session.sums_S.astype("<u8").tobytes()
+        return records.content_of(reply, records.flat_array(both, dtype="uint8"))
     array = records.flat_array(
         memory if session.is_view else bytes(memory), dtype=str(vector.dtype)
     )

@@ -63,6 +63,7 @@ from headwater.common.secagg.protocol import (
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import SessionView, session_of
 from headwater.common.settings.schema import ClientSettings
+from headwater.common.terms import SumOf
 
 SUSPENDED = "parked"
 """The name of the context's entry."""
@@ -145,7 +146,7 @@ class SuspendedUpdate:
         """
         self._load_state_file()
         sealed = records.load_bytes(self._context, SUSPENDED) or b""
-        stored, values_P = unseal_session(
+        stored, values = unseal_session(
             sealed, self._key.read(), name=self._name, run=self._context.run_id
         )
         described = {name: getattr(stored, name) for name in DESCRIPTION}
@@ -156,7 +157,7 @@ class SuspendedUpdate:
         return SecureSession(
             device,
             record,
-            update=UnmaskedUpdate(values_P=values_P, numbers=stored.numbers),
+            update=unmasked_of(stored, values),
             state=_decode_state(stored, device, record),
             num_threads=torch.get_num_threads(),
         )
@@ -190,6 +191,7 @@ class SuspendedSession(SecureMessage):
     num_planned: Natural = 0
     has_aes: bool
     privacy: PrivacyTerms | None = None
+    sums: dict[str, SumOf] = Field(default_factory=dict)
     numbers: dict[str, int | float] = Field(repr=False)
     state: Literal["NoneType", "Advertised", "Dealt", "Holding", "Masked"] = "NoneType"
     wanted: KeysRequest | None = None
@@ -218,8 +220,11 @@ def seal_session(session: SecureSession, key: Secret) -> bytes:
         }
     )
     head = stored.model_dump_json(exclude_none=True).encode()
-    values = update.values_P.numpy().astype("<f4", copy=False).data.cast("B")
-    plain = bytearray().join((len(head).to_bytes(LENGTH_BYTES, "little"), head, values))
+    values, sums = (
+        part.numpy().astype("<f4", copy=False).data.cast("B")
+        for part in (update.values_P, update.sums_S)
+    )
+    plain = bytearray().join((len(head).to_bytes(LENGTH_BYTES, "little"), head, values, sums))
     try:
         return seal(key, plain, session=_salt(device.run), ends=(device.name, device.name))
     finally:
@@ -229,7 +234,7 @@ def seal_session(session: SecureSession, key: Secret) -> bytes:
 def unseal_session(
     sealed: bytes, key: Secret, *, name: str, run: int
 ) -> tuple[SuspendedSession, torch.Tensor]:
-    """Open the bytes of ``seal_session``; return the head, and the update's values as a copy.
+    """Open the bytes of ``seal_session``; return the head, and a copy of the values behind it.
 
     Raises:
         UpdateNotHeld: the bytes are of another run, client or version, were changed, or their key
@@ -242,9 +247,16 @@ def unseal_session(
         stored = SuspendedSession.model_validate_json(bytes(plain[LENGTH_BYTES:end]))
     except (SealBroken, ValidationError):  # the latter quotes what it found: not chained
         raise UpdateNotHeld(f"{name}: the update stored for the next phase does not open") from None
-    values_P = torch.from_numpy(np.frombuffer(plain[end:], "<f4").astype(np.float32))
+    values = torch.from_numpy(np.frombuffer(plain[end:], "<f4").astype(np.float32))
     opened.erase()
-    return stored, values_P
+    return stored, values
+
+
+def unmasked_of(stored: SuspendedSession, values: torch.Tensor) -> UnmaskedUpdate:
+    """Return a suspended update: its vector, and the sums behind it; of a masked one neither."""
+    num_sums = sum(one.length for one in stored.sums.values()) if len(values) else 0
+    end = len(values) - num_sums
+    return UnmaskedUpdate(values_P=values[:end], numbers=stored.numbers, sums_S=values[end:])
 
 
 def _salt(run: int) -> bytes:

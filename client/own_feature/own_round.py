@@ -74,17 +74,20 @@ class OwnRound(Feature):
         """Begin the round with the state that counts.
 
         Raises:
-            ProtocolMismatch: its sums would be in clear, in a plan that hides the device's data.
+            ProtocolMismatch: its sums would be in clear, in a plan that hides the device's data, or
+                without noise where the model's sum has some.
             StateError: the state cannot be read.
         """
         terms = self._device.terms
+        is_masked = self._plan.keeps_update
         is_hidden = self._plan.hides_data or self._plan.hides_pace
         num_values = work.context.image.layout.num_parameters
-        if is_hidden and named_sums([terms], num_values).of:
+        has_sums = bool(named_sums([terms], num_values).of)
+        if has_sums and (self._plan.is_private or (is_hidden and not is_masked)):
             raise ProtocolMismatch(
-                f"{work.context.name}: {self._what} asks for sums in clear, in a plan that is "
-                "masked or private",
-                remedy="start the server without the feature, or without masks and privacy",
+                f"{work.context.name}: {self._what} asks for sums without noise, in a plan that "
+                "is private",
+                remedy="start the server without the feature, or without privacy",
             )
         if self._plan.uses_whole_window:
             raise ProtocolMismatch(

@@ -30,6 +30,7 @@ from headwater.common.secagg.protocol import (
     UnmaskRequest,
     signatures_needed,
 )
+from headwater.common.secagg.scalar_encoding import num_elements
 from headwater.common.secagg.session import SessionView, survivors_digest, survivors_message
 from headwater.common.settings.rounds import MIN_MEMBERS
 
@@ -86,8 +87,10 @@ CHECKS = _rows(
      "the session masks all coordinates of the update"),
     ("ring and clip", "share_keys", errors.MaskingTooWeak,
      "ring, clip bound, cipher, graph and masked counts are within the client's floor"),
+    ("own sums", "share_keys", errors.MaskingTooWeak,
+     "the sums beside the model's are the plan's, in the finest steps that cannot wrap"),
     ("no overflow", "share_keys", errors.RingCanWrap,
-     "the sum of all planned weights fits the ring"),
+     "the sum of all planned weights fits the ring, as does each sum beside the model's"),
     ("noise", "share_keys", errors.MaskingTooWeak,
      "a private plan's noise counts on no more survivors and no fewer colluders than the client; "
      "bits on the clip norm are masked if the plan asks for them, in the steps that are due"),
@@ -211,6 +214,11 @@ def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Partici
     masked as one of weight 0 (``client.secagg.mask_phases``).
     """
     in_names_of(parameters.scalars, update.numbers)
+    if update.sums_S.numel() != num_elements(parameters.sums):
+        raise errors.ModelMismatch(
+            f"{device.name}: the sums beside the model's have {update.sums_S.numel():,} values, "
+            f"expected {num_elements(parameters.sums):,}"
+        )
     if update.values_P.numel() != device.num_values:
         raise errors.ModelMismatch(
             f"{device.name}: the update has {update.values_P.numel():,} coordinates, expected "

@@ -28,14 +28,14 @@ from headwater.client.secagg.states import (
     ReadyToMask,
     SessionFinished,
 )
-from headwater.client.secagg.types import UnmaskedUpdate
+from headwater.client.secagg.types import Participant, UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
 from headwater.common.model.vectors import all_finite
 from headwater.common.secagg.fixed_point import RingVector, encode_in_place
 from headwater.common.secagg.hadamard_rotation import Rotation, rotate_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
 from headwater.common.secagg.masked_numbers import NUM_EXAMPLES, NUM_REFUSED, in_names_of, widest
-from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
+from headwater.common.secagg.masking import SCALARS, SUMS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     NUM_CLIPPED,
     MaskReply,
@@ -45,7 +45,7 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     UnmaskRequest,
 )
-from headwater.common.secagg.scalar_encoding import encode_scalars
+from headwater.common.secagg.scalar_encoding import are_within, encode_scalars, encode_sums
 from headwater.common.secagg.session import survivors_message
 
 log = logging.getLogger(__name__)
@@ -89,16 +89,18 @@ def commit_update(
 
 def mask_update(
     state: ReadyToMask, update: UnmaskedUpdate, *, num_threads: int = 1
-) -> tuple[AwaitingUnmask, MaskReply, RingVector]:
+) -> tuple[AwaitingUnmask, MaskReply, RingVector, NDArray[np.uint64]]:
     """Phase 2: encode and mask the update in its own memory; return that memory as ring elements.
 
-    Afterwards the float32 values are overwritten and the secrets behind the masks are erased.
+    The last are the masked sums beside the model's. Afterwards the float32 values are overwritten
+    and the secrets behind the masks are erased.
     """
     session = state.previous.session
-    vector, scalars = _encode(state, update)
+    vector, scalars, sums_S = _encode(state, update)
     cipher = session.parameters.cipher
     mask_in_place(vector, state.streams, cipher=cipher, part=VECTOR, num_threads=num_threads)
     mask_in_place(scalars, state.streams, cipher=cipher, part=SCALARS)
+    mask_in_place(sums_S, state.streams, cipher=cipher, part=SUMS)
     for secret in state.mask_secrets():
         secret.erase()
     next_state = AwaitingUnmask(
@@ -111,7 +113,7 @@ def mask_update(
     reply = MaskReply(
         name=state.device.name, session=session.digest, scalars=scalars.astype("<u8").tobytes()
     )
-    return next_state, reply, vector
+    return next_state, reply, vector, sums_S
 
 
 def sign_survivors(
@@ -186,8 +188,10 @@ def _mask_streams(state: AwaitingMaskRequest, members: frozenset[str]) -> tuple[
     return (own, *pairwise)
 
 
-def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDArray[np.uint64]]:
-    """Encode vector and numbers; clipped entries of both are counted in ``num_clipped``.
+def _encode(
+    state: ReadyToMask, update: UnmaskedUpdate
+) -> tuple[RingVector, NDArray[np.uint64], NDArray[np.uint64]]:
+    """Encode vector, numbers and sums; clipped entries of the first two are in ``num_clipped``.
 
     An update that cannot be encoded is masked as zeros of weight 0: a refusal would tell the server
     that some example of it, under a model of the server's choice, has no finite gradient.
@@ -196,7 +200,7 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
     clipped entries stay uncounted: their number depends on the data.
     """
     parameters, random = state.previous.session.parameters, None
-    update = with_usable_values(update, planned_weight=state.device.planned_weight)
+    update = with_usable_values(update, state.device)
     if state.rotation is not None and state.bounds is not None:
         rotate_in_place(
             update.values_P,
@@ -207,7 +211,7 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
         )
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
         # A rotation adds up coordinates, which may overflow.
-        update = with_usable_values(update, planned_weight=state.device.planned_weight)
+        update = with_usable_values(update, state.device)
     # The ring has room for each member's planned weight, of which a sum of weight 0 needs some.
     vector, num_clipped = encode_in_place(
         update.values_P,
@@ -226,21 +230,23 @@ def _encode(state: ReadyToMask, update: UnmaskedUpdate) -> tuple[RingVector, NDA
     if (terms := state.device.privacy) is not None:
         random_of, num_members = state.device.random, len(state.members)
         add_bit_noise(scalars, terms, parameters, num_members=num_members, random=random_of)
-    return vector, scalars
+    return vector, scalars, encode_sums(update.sums_S, parameters.sums)
 
 
-def with_usable_values(update: UnmaskedUpdate, *, planned_weight: int) -> UnmaskedUpdate:
+def with_usable_values(update: UnmaskedUpdate, device: Participant) -> UnmaskedUpdate:
     """Return the update; set to zeros of weight 0, in place, if it cannot be masked as it is.
 
-    That is one with a NaN or an infinity in its vector or numbers, or with a weight beyond the
-    plan's. Its examples count as left out.
+    That is one with a NaN or an infinity in its vector or numbers, with a weight beyond the plan's,
+    or with a sum beside the model's that is beyond its limit. Its examples count as left out.
     """
     numbers = update.numbers
     is_usable = all(map(math.isfinite, numbers.values())) and all_finite(update.values_P)
-    if is_usable and 0 <= update.weight <= planned_weight:
+    is_usable = is_usable and are_within(update.sums_S, device.sums)
+    if is_usable and 0 <= update.weight <= device.planned_weight:
         return update
     log.warning("an update that is not finite, or too heavy, is masked as one of weight 0")
     update.values_P.zero_()
+    update.sums_S.zero_()
     num_left_out = sum(
         int(numbers[name])
         for name in (NUM_EXAMPLES, NUM_REFUSED)

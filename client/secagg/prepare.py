@@ -136,7 +136,9 @@ def unmasked_update(
         used = set(range(len(spans))).difference(report.unused)
         num_zero = len(zero_tensors(update.values_P, spans, used))
     numbers = numbers_of(report, noise=noise, squared_norm=norm * norm, num_zero=num_zero)
-    return UnmaskedUpdate(values_P=update.values_P, numbers=numbers)
+    # What is beyond its limit is refused nowhere: see with_usable_values.
+    sums_S = plan.extra_sums(len(update.values_P)).flat(update.sums, name=report.name)
+    return UnmaskedUpdate(values_P=update.values_P, numbers=numbers, sums_S=sums_S)
 
 
 def checked_metrics(names: Iterable[str]) -> tuple[str, ...]:
@@ -186,6 +188,7 @@ def participant_of(
         allow_list=enrolment.allow_list,
         has_aes=has_aes(),
         privacy=plan.of(PrivacyTerms),
+        sums=plan.extra_sums(trainer.image.layout.num_parameters).of,
     )
 
 

@@ -29,6 +29,7 @@ from headwater.common.secagg.protocol import (
     complete_threshold,
     max_clipped,
 )
+from headwater.common.secagg.scalar_encoding import plan_sums
 from headwater.common.secagg.session import keys_message
 from headwater.common.settings.rounds import MIN_MEMBERS
 
@@ -87,6 +88,7 @@ def check_roster(
     _check_ring(parameters, roster.members, device)
     check_noise(parameters, num_members, device)
     _check_numbers(parameters, num_members, device)
+    _check_sums(parameters, num_members, device)
 
 
 def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Participant) -> None:
@@ -257,3 +259,18 @@ def _check_numbers(parameters: Parameters, num_members: int, device: Participant
                 f"{device.name}: {scalar.name} has room for {scalar.num_devices} devices, the "
                 f"roster has {num_members}"
             )
+
+
+def _check_sums(parameters: Parameters, num_members: int, device: Participant) -> None:
+    """Check that the sums beside the model's are the plan's, and that none can wrap."""
+    num_devices = min((one.value.num_devices for one in parameters.sums), default=num_members)
+    if num_devices < num_members:
+        raise errors.RingCanWrap(
+            f"{device.name}: the sums beside the model's have room for {num_devices} devices, the "
+            f"roster has {num_members}"
+        )
+    if parameters.sums != plan_sums(device.sums, num_devices=num_devices):
+        raise errors.MaskingTooWeak(
+            f"{device.name}: the sums beside the model's are not those of its plan, in the finest "
+            "encoding that cannot wrap"
+        )

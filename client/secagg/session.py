@@ -71,6 +71,8 @@ class SecureSession:
         """The current state; None before the first request."""
         self.vector: RingVector | None = None
         """The masked update, until the server confirms that it has it."""
+        self.sums_S: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """The masked sums beside the model's, which are sent behind the masked update."""
         self.is_view = is_view
         self.is_over = False
         """Whether the client has answered the session's last request, or has refused one."""
@@ -157,10 +159,11 @@ class SecureSession:
     ) -> tuple[SessionState, Reply]:
         ready = mask_phases.commit_update(state, request, self.update, bounds=bounds)
         self._move_to(ready)  # if storing fails, nothing is masked and the request may be repeated
-        masked, reply, self.vector = mask_phases.mask_update(
+        masked, reply, self.vector, self.sums_S = mask_phases.mask_update(
             ready, self.update, num_threads=self._num_threads
         )
-        self.update = replace(self.update, values_P=torch.empty(0))  # the values are overwritten
+        # The values are overwritten.
+        self.update = replace(self.update, values_P=torch.empty(0), sums_S=torch.empty(0))
         return masked, reply
 
     def _float32(self, bounds: memoryview | bytes | None) -> NDArray[np.float32] | None:

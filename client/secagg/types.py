@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwater.common.privacy_terms import PrivacyTerms
@@ -15,6 +16,7 @@ from headwater.common.secagg.graph import SECURITY_BITS, Mode
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.secagg.protocol import WEIGHT, SessionNumber
 from headwater.common.settings.rounds import MIN_MEMBERS
+from headwater.common.terms import SumOf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,8 @@ class Participant:
     ``update_id`` names the model and the examples that were summed: the same sum has the same id,
     also after a restart. ``examples`` are the numbers of those examples in the client's data.
     ``num_planned`` are the examples that the plan asked for, whatever became of them.
-    ``planned_weight`` is the largest weight that the client's plan allows.
+    ``planned_weight`` is the largest weight that the client's plan allows. ``sums`` are those that
+    the plan asks for beside the model's.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Participant:
     allow_list: AllowList | None = None
     has_aes: bool = False
     privacy: PrivacyTerms | None = None
+    sums: Mapping[str, SumOf] = field(default_factory=dict)
     random: Callable[[int], bytes] = field(default=os.urandom, repr=False)
 
 
@@ -103,6 +107,8 @@ class UnmaskedUpdate:
 
     values_P: Tensor = field(repr=False)
     numbers: Mapping[str, float | int] = field(repr=False)
+    sums_S: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    """The sums beside the model's, one after the other in the plan's order, in float32."""
 
     @property
     def weight(self) -> int:

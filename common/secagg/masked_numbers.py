@@ -177,10 +177,15 @@ def check_sums(
         if not is_within:
             wrong.append(scalar.name)
     if wrong:
-        raise SumOutOfRange(
-            f"{', '.join(wrong)}: the sums of {num_devices} devices are out of range; one of them "
-            "masked a false number, and the masks hide which"
-        )
+        raise out_of_range_error(wrong, num_devices)
+
+
+def out_of_range_error(names: Sequence[str], num_devices: int) -> SumOutOfRange:
+    """Return the error of sums that devices which follow their plans cannot have."""
+    return SumOutOfRange(
+        f"{', '.join(names)}: the sums of {num_devices} devices are out of range; one of them "
+        "masked a false number, and the masks hide which"
+    )
 
 
 def metric_sums_in(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -6,9 +6,10 @@ open at once and the vector is processed in chunks that stay in the cache, so it
 memory once, whatever the number of masks. Extra memory: 256 KiB per thread, as much again of zeros,
 and about 1 KiB per stream.
 
-Each ``part`` of an upload has its own nonce: the same keys mask the vector and the scalars with
-independent streams. A key must never mask two vectors under one part: that would reveal the
-difference of the vectors. Keys are derived for one session only, and a session masks one update.
+Each ``part`` of an upload has its own nonce: the same keys mask the vector, the scalars and the
+sums beside the vector with independent streams. A key must never mask two vectors under one part:
+that would reveal the difference of the vectors. Keys are derived for one session only, and a
+session masks one update.
 
 What the server learns from a masked vector: nothing, if it does not know the key of at least one
 stream in it and the cipher is secure. A ChaCha20 stream ends, with an error, after 256 GiB.
@@ -34,7 +35,7 @@ from headwater.common.secagg.secret import Secret
 Ring: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
 Cipher = Literal["chacha20", "aes256-ctr"]
 
-VECTOR, SCALARS = 0, 1
+VECTOR, SCALARS, SUMS = 0, 1, 2
 """The parts of an upload."""
 
 # 256 KiB each of vector, keystream and zeros stay in a second-level cache of 1 MiB; a multiple of

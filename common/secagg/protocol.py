@@ -45,7 +45,7 @@ from headwater.common.secagg.keys import (
     SESSION_BYTES,
 )
 from headwater.common.secagg.masking import Cipher
-from headwater.common.secagg.scalar_encoding import Scalar
+from headwater.common.secagg.scalar_encoding import LongSum, Scalar
 from headwater.common.secagg.shamir import MAX_HOLDERS
 
 MAX_COMPLETE = 64
@@ -125,6 +125,10 @@ class Parameters(SessionHeader):
     num_values: Natural = Field(description="P, the coordinates of the vector")
     encoding: Encoding
     scalars: Annotated[tuple[Scalar, ...], Field(max_length=MAX_SCALARS)]
+    sums: Annotated[
+        tuple[LongSum, ...],
+        Field(max_length=MAX_SCALARS, description="the sums beside the model's, as in the plan"),
+    ] = ()
     rotation_seed: Digest | None = Field(None, description="seed of a 16-bit ring's rotation")
     bounds_digest: Digest | None = Field(None, description="digest of that rotation's block bounds")
 
@@ -200,7 +204,10 @@ class MaskRequest(SecureMessage):
 
 
 class MaskReply(SecureMessage):
-    """Phase 2, device: its masked numbers (little-endian uint64), sent with the masked vector."""
+    """Phase 2, device: its masked numbers (little-endian uint64).
+
+    The masked vector is sent with it, and behind the vector the masked sums beside the model's.
+    """
 
     name: Name
     session: Digest

@@ -1,4 +1,4 @@
-"""Encodes single numbers that are masked with the vector: weight, loss, metrics, norms, clips.
+"""Encodes what is masked beside the vector: weight, loss, metrics, norms, clips, named sums.
 
 Each number is one element of a 64-bit ring, with its own public range and resolution. Several
 32-bit limbs per number would show the server each limb's sum, and so the carries between them,
@@ -17,20 +17,28 @@ range is clipped; the number of clips is itself masked. A count is never clipped
 divided by it. It is refused instead, and a refusal is visible to the server: a device must not
 accept a bound from the server for a count whose range it does not know. No error here quotes a
 number.
+
+The sums beside the model's (``LongSum``) are rows of such numbers. Their steps are those that the
+plan's ``SumOf`` asks for, as where they are added in clear (``server.aggregation.extra_sums``), so
+that an unmasked sum has the same bits; or the finest with which so many devices cannot wrap. An
+update with a value beyond its limit is masked as one of weight 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headwater.common.errors import CountOutOfRange, NonFiniteUpdate, RingCanWrap
 from headwater.common.secagg.fixed_point import exponent_above
+from headwater.common.terms import SumOf
 
 RING_BITS = 64
 # A double of size 1 has no more bits than this, and 2^52 is a float in range.
@@ -116,7 +124,7 @@ def _encoded(value: float | int, scalar: Scalar) -> tuple[int, bool]:
         raise NonFiniteUpdate(f"{scalar.name} is not finite")
     if scalar.is_count and not (0 <= value <= scalar.bound and value == int(value)):
         raise CountOutOfRange(f"{scalar.name} is not a count up to {scalar.bound:,.0f}")
-    max_steps = _max_steps(scalar)
+    max_steps = largest_steps(scalar)
     steps = round(Fraction(value) * Fraction(2) ** scalar.scale_bits)
     return min(max(steps, -max_steps), max_steps), abs(steps) > max_steps
 
@@ -126,10 +134,11 @@ def largest_sum(scalar: Scalar, num_devices: int) -> float:
 
     It is decoded like a sum, so it is exact: rounding to float64 is monotone.
     """
-    return math.ldexp(num_devices * _max_steps(scalar), -scalar.scale_bits)
+    return math.ldexp(num_devices * largest_steps(scalar), -scalar.scale_bits)
 
 
-def _max_steps(scalar: Scalar) -> int:
+def largest_steps(scalar: Scalar) -> int:
+    """Return the largest magnitude of one device's number, in steps."""
     return math.floor(Fraction(scalar.bound) * Fraction(2) ** scalar.scale_bits)
 
 
@@ -144,3 +153,67 @@ def decode_scalars(total: NDArray[np.uint64], scalars: Sequence[Scalar]) -> dict
         scalar.name: math.ldexp(value, -scalar.scale_bits)
         for scalar, value in zip(scalars, steps, strict=True)
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongSum:
+    """The encoding of one sum: so many values, each in the 64-bit ring."""
+
+    length: int
+    value: Scalar
+
+
+def plan_sums(asked: Mapping[str, SumOf], *, num_devices: int) -> tuple[LongSum, ...]:
+    """Return the encodings of the sums that a plan asks for, in its order."""
+    found = []
+    for name, one in asked.items():
+        finest = plan_scalar(name, bound=one.limit, num_devices=num_devices)
+        value = replace(finest, scale_bits=min(finest.scale_bits, one.scale_bits))
+        found.append(LongSum(length=one.length, value=value))
+    return tuple(found)
+
+
+def num_elements(sums: Sequence[LongSum]) -> int:
+    """Return how many elements of the ring the sums have together."""
+    return sum(one.length for one in sums)
+
+
+def are_within(values_S: Tensor, asked: Mapping[str, SumOf]) -> bool:
+    """Return whether an update's sums, one after the other, are finite and within their limits."""
+    limits_S = np.repeat([one.limit for one in asked.values()], [s.length for s in asked.values()])
+    return bool((np.abs(values_S.numpy()) <= limits_S).all())  # False for NaN
+
+
+def encode_sums(values_S: Tensor, sums: Sequence[LongSum]) -> NDArray[np.uint64]:
+    """Return one ring element for each value; the values are within their limits."""
+    values = values_S.numpy().astype(np.float64)
+    start = 0
+    for one in sums:
+        values[start : start + one.length] *= 2.0**one.value.scale_bits
+        start += one.length
+    return np.rint(values).astype(np.int64).view(np.uint64)
+
+
+def out_of_range(
+    total_S: NDArray[np.uint64], sums: Sequence[LongSum], *, num_devices: int
+) -> list[str]:
+    """Return the names of the sums that are impossible for devices within their limits."""
+    wrong = []
+    for one, steps in zip(sums, _cut(total_S, sums), strict=True):
+        most = num_devices * largest_steps(one.value)
+        if int(steps.max(initial=0)) > most or int(steps.min(initial=0)) < -most:
+            wrong.append(one.value.name)
+    return wrong
+
+
+def decode_sums(total_S: NDArray[np.uint64], sums: Sequence[LongSum]) -> dict[str, Tensor]:
+    """Return the sums by name, in float64."""
+    return {
+        one.value.name: torch.from_numpy(steps.astype(np.float64) * 2.0**-one.value.scale_bits)
+        for one, steps in zip(sums, _cut(total_S, sums), strict=True)
+    }
+
+
+def _cut(total_S: NDArray[np.uint64], sums: Sequence[LongSum]) -> list[NDArray[np.int64]]:
+    ends = np.cumsum([one.length for one in sums])
+    return np.split(total_S.view(np.int64), ends[:-1]) if sums else []

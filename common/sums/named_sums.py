@@ -35,8 +35,20 @@ class NamedSums:
         """Return a device's sums as they are sent.
 
         Raises:
-            CorruptUpdate: one is missing, or has another length or type.
+            CorruptUpdate: see ``flat``.
             NonFiniteUpdate, OutlierUpdate: one is not finite, or beyond its limit.
+        """
+        values, start = self.flat(sums, name=name), 0
+        for key, asked in self.of.items():
+            _check(values[start : start + asked.length], asked, key=key, name=name)
+            start += asked.length
+        return values.numpy().tobytes()
+
+    def flat(self, sums: Mapping[str, Tensor], *, name: str) -> Tensor:
+        """Return a device's sums one after the other, in float32.
+
+        Raises:
+            CorruptUpdate: one is missing, or has another length.
         """
         if sums.keys() != self.of.keys():
             raise CorruptUpdate(
@@ -52,9 +64,8 @@ class NamedSums:
                     f"{name}: the sum {key} has {values.numel():,} values, the plan asks for "
                     f"{asked.length:,}"
                 )
-            _check(values, asked, key=key, name=name)
-            parts.append(values.numpy().tobytes())
-        return b"".join(parts)
+            parts.append(values)
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     def read(self, memory: memoryview, *, name: str) -> dict[str, Tensor]:
         """Return a device's sums from what it sent.

@@ -74,9 +74,6 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
     has_direction = _overrides(found.device, "direction")
     alone = "is for the model's sum alone"
     refused = {
-        f"sums beside the model's, and --secure-aggregation {alone}": (
-            bool(asked) and settings.secure.aggregation != "off"
-        ),
         f"sums beside the model's, and --privacy-epsilon {alone}": (
             bool(asked) and settings.privacy.is_on
         ),

@@ -234,8 +234,15 @@ class Training:
         """
         if "secagg" not in self.features or not self._has_own:
             return
-        own = [[one for name, one in plan.terms.items() if name not in KINDS] for plan in plans]
-        if len({tuple(map(id, terms)) for terms in own}) > 1:
+        own = {
+            # A session has the updates of one model alone.
+            (
+                plan.model_version,
+                *(id(one) for name, one in plan.terms.items() if name not in KINDS),
+            )
+            for plan in plans
+        }
+        if len(own) > len({version for version, *_ in own}):
             raise SettingsError(
                 "the feature asks some clients for other than the rest, and --secure-aggregation "
                 "hides a client among others of its kind",

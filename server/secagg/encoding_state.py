@@ -39,8 +39,10 @@ from headwater.common.secagg.masked_numbers import (
     merged_sums,
     metric_sums_in,
     noise_sums_in,
+    out_of_range_error,
 )
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT
+from headwater.common.secagg.scalar_encoding import decode_sums, out_of_range
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
@@ -98,16 +100,19 @@ class EncodingState:
 
 
 def check_numbers(unmasked: UnmaskedSum) -> None:
-    """Check the sums of the masked numbers.
+    """Check the sums of the masked numbers, and those beside the model's.
 
     Raises:
         SumOutOfRange: they are impossible for clients that followed their plans.
     """
-    members = unmasked.session.members
+    members, parameters = unmasked.session.members, unmasked.session.parameters
+    num_devices = len(unmasked.survived)
+    if wrong := out_of_range(unmasked.sums_S, parameters.sums, num_devices=num_devices):
+        raise out_of_range_error(wrong, num_devices)
     check_sums(
         unmasked.numbers,
-        unmasked.session.parameters.scalars,
-        num_devices=len(unmasked.survived),
+        parameters.scalars,
+        num_devices=num_devices,
         planned_weight=sum(members[name].planned_weight for name in unmasked.survived),
     )
 
@@ -184,5 +189,6 @@ def decode_sum(
         noise=noise_sums_in(numbers),
         num_clipped=num_clipped,
         bit_sum=numbers.get(CLIP_BIT),
+        sums=decode_sums(unmasked.sums_S, parameters.sums),
     )
     return round_sum, after

@@ -108,10 +108,12 @@ def added(sums: Sequence[UnmaskedSum]) -> UnmaskedSum:
         return first
     for other in others:
         np.add(first.vector_P, other.vector_P, out=first.vector_P)
+        np.add(first.sums_S, other.sums_S, out=first.sums_S)
     members = {name: row for one in sums for name, row in one.session.members.items()}
     return UnmaskedSum(
         session=replace(first.session, members=members),
         vector_P=first.vector_P,
+        sums_S=first.sums_S,
         numbers={name: sum(one.numbers[name] for one in sums) for name in first.numbers},
         survived=tuple(sorted(name for one in sums for name in one.survived)),
         dropped=tuple(sorted(name for one in sums for name in one.dropped)),

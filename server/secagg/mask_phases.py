@@ -51,7 +51,7 @@ class MaskPhase:
         Raises:
             LateUpdate, UnexpectedUpdate: see ``check_reply``.
             SessionMismatch: the vector was masked in another session.
-            CorruptUpdate: the vector or the numbers have the wrong length.
+            CorruptUpdate: the vector, the sums behind it or the numbers have the wrong length.
         """
         head = check_reply(
             reply, MaskReply, sender=sender, awaited=self.members, received=self.arrived
@@ -60,18 +60,20 @@ class MaskPhase:
             raise SessionMismatch(f"{sender}: its update was masked in another session")
         total = self.total
         for what, num_bytes, expected in (
-            ("masked vector", len(vector or b""), total.vector_P.nbytes),
+            ("masked vector", len(vector or b""), total.reply_bytes),
             ("masked numbers", len(head.scalars), total.scalars.nbytes),
         ):
             if num_bytes != expected:
                 raise CorruptUpdate(
                     f"{sender}: {what} of {num_bytes:,} bytes, expected {expected:,}"
                 )
-        masked_P = np.frombuffer(vector or b"", total.vector_P.dtype.newbyteorder("<"))
+        memory, end = memoryview(vector or b""), total.vector_P.nbytes
+        masked_P = np.frombuffer(memory[:end], total.vector_P.dtype.newbyteorder("<"))
         if not total.first_seen:
             total.first_seen.extend(ring_histogram(masked_P))
         np.add(total.vector_P, masked_P, out=total.vector_P)
         np.add(total.scalars, np.frombuffer(head.scalars, "<u8"), out=total.scalars)
+        np.add(total.sums_S, np.frombuffer(memory[end:], "<u8"), out=total.sums_S)
         return replace(self, arrived=self.arrived | {sender})
 
     def close(self) -> SignPhase | UnmaskPhase:

@@ -169,6 +169,7 @@ class MaskedRounds(RunFeature):
                 plans,
                 max_weight_per_example=self._run.max_weight_per_example,
                 metrics=opened.metrics,
+                num_values=self._image.layout.num_parameters,
             )
             plan = plans[names[0]]
             try:
@@ -186,6 +187,9 @@ class MaskedRounds(RunFeature):
                 opened.refused.setdefault(name, why)
         self.summed_times = sum(n * one.weight for n, one in zip(times, sums, strict=True))
         done = added_sums(sums, times)
+        if opened.extra is not None:
+            for number, one in zip(times, sums, strict=True):
+                opened.extra.add(one.sums, weight=one.weight, times=number)
         return done if opened.has_one_model else replace(done, noise=None)
 
     def _sum_of_model(

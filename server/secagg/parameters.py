@@ -31,8 +31,9 @@ from headwater.common.secagg.protocol import (
     complete_threshold,
     max_clipped,
 )
-from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar
+from headwater.common.secagg.scalar_encoding import Scalar, plan_scalar, plan_sums
 from headwater.common.settings.rounds import MIN_MEMBERS
+from headwater.common.terms import SumOf
 
 R = TypeVar("R", bound=Reply)
 
@@ -44,9 +45,8 @@ class SessionSetup:
     ``planned_weights`` has an entry for each client with an update. ``added_weights`` are those of
     all clients whose sums are added to this session's in the ring; None: the session's own.
     ``bounds`` are the largest absolute values of the masked numbers other than weight and clipped
-    count. ``corrupted`` and
-    ``dropout`` are the fractions of clients that a sparse graph must tolerate, except with
-    probability 2^-``SECURITY_BITS``.
+    count, ``sums`` the sums beside the model's. ``corrupted`` and ``dropout`` are the fractions of
+    clients that a sparse graph must tolerate, except with probability 2^-``SECURITY_BITS``.
     """
 
     run: int
@@ -67,6 +67,7 @@ class SessionSetup:
     corrupted: float = 0.1
     dropout: float = 0.1
     privacy: PrivacyTerms | None = None
+    sums: Mapping[str, SumOf] = field(default_factory=dict)
 
     @property
     def least_members(self) -> int:
@@ -151,6 +152,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
         num_values=setup.num_values,
         encoding=_encoding(setup, weights, num_members),
         scalars=tuple(_scalars(setup, len(weights), max(weights))),
+        sums=plan_sums(setup.sums, num_devices=len(weights)),
         rotation_seed=setup.rotation_seed,
         bounds_digest=setup.bounds_digest,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from headwater.common.secagg.masked_numbers import bounds_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.secagg.protocol import PHASES, Phase, Request, SessionNumber
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.terms import SumOf
 from headwater.server.fleet import Dropout, Fleet
 from headwater.server.secagg.blame import Evidence
 from headwater.server.secagg.encoding_state import EncodingState
@@ -54,6 +55,8 @@ class ReadyCohort:
     privacy: PrivacyTerms | None = None
     coding: Coding | None = None
     """The random coordinates that are masked; None: all."""
+    sums: Mapping[str, SumOf] = field(default_factory=dict)
+    """The sums beside the model's that the plans ask for."""
 
     @staticmethod
     def of(
@@ -62,8 +65,12 @@ class ReadyCohort:
         *,
         max_weight_per_example: int,
         metrics: tuple[str, ...],
+        num_values: int = 0,
     ) -> ReadyCohort:
-        """Take the clients that are ready; ``metrics`` are the names that a session masks."""
+        """Take the clients that are ready; ``metrics`` are the names that a session masks.
+
+        ``num_values`` is the number of the model's parameters.
+        """
         shared = next(iter(plans.values()))
         return ReadyCohort(
             ready=ready,
@@ -76,6 +83,7 @@ class ReadyCohort:
             plan_digest=plan_digest(shared),
             privacy=shared.of(PrivacyTerms),
             coding=None if shared.of(CompressionTerms) is None else coding_of(shared),
+            sums=shared.extra_sums(num_values).of,
         )
 
     def num_masked(self, num_values: int) -> int:
@@ -143,6 +151,7 @@ def setup_of(
         corrupted=settings.corrupted,
         dropout=settings.dropout,
         privacy=cohort.privacy,
+        sums=cohort.sums,
     )
 
 
@@ -200,7 +209,7 @@ def _exchange(
         PHASE_OF[type(next(iter(requests.values())))],
         requests,
         vector=bounds.tobytes() if is_masking and bounds is not None else None,
-        reply_bytes=state.total.vector_P.nbytes if is_masking else 0,
+        reply_bytes=state.total.reply_bytes if is_masking else 0,
         num_needed=_num_needed(state, len(requests)),
         timeout_seconds=phase_seconds,
     )

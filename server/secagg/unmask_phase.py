@@ -26,7 +26,7 @@ from headwater.common.secagg.keys import (
     public_key_of,
     self_mask_key,
 )
-from headwater.common.secagg.masking import SCALARS, VECTOR, Stream, mask_in_place
+from headwater.common.secagg.masking import SCALARS, SUMS, VECTOR, Stream, mask_in_place
 from headwater.common.secagg.protocol import (
     MASK_KEY_SHARE,
     SEED_BYTES,
@@ -39,7 +39,7 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     UnmaskRequest,
 )
-from headwater.common.secagg.scalar_encoding import decode_scalars
+from headwater.common.secagg.scalar_encoding import decode_scalars, num_elements
 from headwater.common.secagg.secret import Secret
 from headwater.common.secagg.session import SessionView
 from headwater.common.secagg.shamir import combine
@@ -50,10 +50,11 @@ Dealt = Mapping[str, SharesReply]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSum:
-    """The sum of the masked vectors and numbers; both arrays are changed in place."""
+    """The sum of the masked vectors, numbers and sums; the arrays are changed in place."""
 
     vector_P: RingVector = field(repr=False)
     scalars: NDArray[np.uint64] = field(repr=False)
+    sums_S: NDArray[np.uint64] = field(repr=False)
     first_seen: list[int] = field(default_factory=list, repr=False)
     """The histogram of the first vector that arrived, as the server sees it: masked."""
 
@@ -62,7 +63,16 @@ class MaskedSum:
         """Return an empty sum of these parameters' sizes."""
         dtype = UNSIGNED[parameters.encoding.ring_bits]
         vector_P: RingVector = np.zeros(parameters.num_values, dtype)
-        return MaskedSum(vector_P=vector_P, scalars=np.zeros(len(parameters.scalars), np.uint64))
+        return MaskedSum(
+            vector_P=vector_P,
+            scalars=np.zeros(len(parameters.scalars), np.uint64),
+            sums_S=np.zeros(num_elements(parameters.sums), np.uint64),
+        )
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes that each device sends beside its numbers."""
+        return self.vector_P.nbytes + self.sums_S.nbytes
 
 
 def check_holders(session: SessionView, dealers: Sequence[str], *, present: Sequence[str]) -> None:
@@ -178,12 +188,14 @@ class UnmaskPhase:
             num_threads=num_threads,
         )
         mask_in_place(total.scalars, streams, remove=True, cipher=chosen.cipher, part=SCALARS)
+        mask_in_place(total.sums_S, streams, remove=True, cipher=chosen.cipher, part=SUMS)
         for secret in (*seeds.values(), *keys.values(), *(stream.key for stream in streams)):
             secret.erase()
         return UnmaskedSum(
             session=self.session,
             vector_P=total.vector_P,
             numbers=decode_scalars(total.scalars, chosen.scalars),
+            sums_S=total.sums_S,
             survived=self.survived,
             dropped=self.dropped,
             first_seen=tuple(total.first_seen),
@@ -192,11 +204,12 @@ class UnmaskPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmaskedSum:
-    """The cohort's unmasked sum, still in the ring, and the sums of the masked numbers."""
+    """The cohort's unmasked sums, still in the ring, and the sums of the masked numbers."""
 
     session: SessionView
     vector_P: RingVector = field(repr=False)
     numbers: Mapping[str, float]
+    sums_S: NDArray[np.uint64] = field(repr=False)
     survived: tuple[str, ...]
     dropped: tuple[str, ...]
     first_seen: tuple[int, ...] = ()

@@ -22,13 +22,15 @@ from headwater.common.secagg.protocol import (
     SessionNumber,
     SharesReply,
 )
-from headwater.common.secagg.scalar_encoding import Scalar
+from headwater.common.secagg.scalar_encoding import Scalar, plan_sums
 from headwater.common.secagg.session import SessionView, keys_message, session_of
+from headwater.common.terms import SumOf
 from tests.faults import FaultPlan
 from tests.secagg import MODEL, PLANNED, Cast, name_of
 
 VICTIM, OTHER, THIRD = "d001", "d002", "d003"
 Change = Callable[[Any], Any]
+SUMS = {"counts": SumOf(length=2)}
 NOTHING = FaultPlan()
 
 
@@ -405,6 +407,31 @@ ROSTER = [
         check="no overflow",
         action="share_keys",
         change=chosen(scalars=lambda p: tuple(replace(s, num_devices=4) for s in p.scalars)),
+    ),
+    Attack(
+        check="no overflow",
+        action="share_keys",
+        change=chosen(sums=plan_sums(SUMS, num_devices=4)),
+    ),
+    Attack(  # none of the device's plan
+        check="own sums",
+        action="share_keys",
+        change=chosen(sums=plan_sums(SUMS, num_devices=5)),
+    ),
+    *(
+        Attack(
+            check="own sums",
+            action="share_keys",
+            cast={"device": {VICTIM: {"sums": SUMS}}},
+            change=chosen(sums=plan_sums(asked, num_devices=5)),
+        )
+        for asked in (
+            {},
+            {"other": SumOf(length=2)},
+            {"counts": SumOf(length=3)},
+            {"counts": SumOf(length=2, limit=2.0**21)},
+            {"counts": SumOf(length=2, scale_bits=31)},
+        )
     ),
 ]
 

@@ -199,6 +199,31 @@ class Counts:
             self.sums = {"rounds": number}
 
 
+class Thirds(Counts):
+    """Sums and a mean of numbers that a fixed point rounds."""
+
+    NAME = "thirds"
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {
+                "rounds": headwater.SumOf(length=3, limit=100.0),
+                "mean": headwater.SumOf(length=2, is_mean=True, scale_bits=40),
+            }
+
+    class Server(Counts.Server):
+        def committed(self, done: Any) -> None:
+            self.seen.append([*done.sums["rounds"].tolist(), *done.sums["mean"].tolist()])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            third = (work.round + float(work.name)) / 3
+            self.sums = {
+                "rounds": torch.tensor([third, -third, 1e-12]),
+                "mean": torch.tensor([third, -third / 7]),
+            }
+
+
 class OneClientAlone(Counts):
     """Asks one client alone."""
 

@@ -159,7 +159,8 @@ def labels_seen(tmp_path: Path, feature: str = "Histogram", **more: Any) -> list
     )
     saved = checkpoint.load(tmp_path)
     assert saved is not None
-    seen: list[list[float]] = next(iter(saved.progress.features.values()))["seen"]
+    found = [one["seen"] for one in saved.progress.features.values() if "seen" in one]
+    seen: list[list[float]] = found[0]
     return seen
 
 
@@ -210,15 +211,68 @@ def test_a_sum_of_another_length_is_no_update_and_the_run_says_so() -> None:
 @pytest.mark.parametrize(
     "hidden",
     [
-        {"secure_aggregation": "semi-honest"},
         {"privacy_epsilon": 5.0, "accumulation_steps": 4, "micro_batch_size": 8},
+        {
+            "privacy_epsilon": 5.0,
+            "accumulation_steps": 4,
+            "micro_batch_size": 8,
+            "secure_aggregation": "semi-honest",
+        },
     ],
 )
-def test_a_sum_in_clear_goes_with_no_masks_and_no_privacy(hidden: dict[str, Any]) -> None:
+def test_a_sum_without_noise_goes_with_no_privacy(hidden: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="beside the model's"):
         headwater.simulate(
             Signs, clients=5, rounds=1, feature=features.Histogram, progress=False, **hidden
         )
+
+
+MASKED: dict[str, Any] = {"secure_aggregation": "semi-honest", "clients": 5}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"simulation.engine": "in-process"},
+        {"simulation.engine": "grpc"},
+        {"secure.ring_bits": 16},
+        {"compression.up": "random-k", "compression.fraction": 0.5},
+        pytest.param({"simulation.engine": "flower-ray"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_masked_sum_beside_the_model_s_is_the_one_in_clear(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    plain = seen_in(tmp_path / "plain", "Thirds", clients=5, **FIXED)
+    assert seen_in(tmp_path / "masked", "Thirds", **MASKED, **FIXED, settings=settings) == plain
+    assert plain[0][0] % 1  # it is no whole number, which any scale would hold
+
+
+def test_scaffold_under_masks_is_that_of_a_plain_loop() -> None:
+    """Its variates are masked, so that nobody sees one device's."""
+    given: dict[str, Any] = {**LOCAL, **MASKED, "rounds": 3, "feature": SCAFFOLD}
+    masked = headwater.simulate(Signs, **given)
+    plain = headwater.simulate(Signs, **given | {"secure_aggregation": "off"})
+    torch.testing.assert_close(vector(masked.model), vector(plain.model), rtol=1e-3, atol=1e-4)
+
+
+def test_masked_means_are_right_in_asynchronous_rounds(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET.replace("count = 3", "count = 5"))
+    settings = {
+        "asynchronous.is_on": True,
+        "asynchronous.buffer": 3,
+        "simulation.fleet": str(tmp_path / "fleet.toml"),
+    }
+    seen = seen_in(tmp_path / "run", "Ones", **MASKED, settings=settings)
+    assert [mean for mean, _ in seen] == [1.0] * 4
+    assert all(number >= 3 for _, number in seen)
+
+
+def test_a_masked_value_beyond_its_limit_leaves_its_sender_out_unseen(tmp_path: Path) -> None:
+    """It is masked as an update of weight 0: a refusal would tell the server of one device."""
+    assert seen_in(tmp_path, "Liar", **MASKED) == [[4.0]] * 4
+    row = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[0])
+    assert row["num_clients"] == 5
 
 
 def test_a_feature_without_sums_trains_under_masks() -> None:
@@ -280,7 +334,8 @@ def seen_in(tmp_path: Path, feature: str, **more: Any) -> list[list[float]]:
     headwater.simulate(SIGNS, **given | {"feature": named(feature)} | more)
     saved = checkpoint.load(tmp_path)
     assert saved is not None
-    seen: list[list[float]] = next(iter(saved.progress.features.values()))["seen"]
+    found = [one["seen"] for one in saved.progress.features.values() if "seen" in one]
+    seen: list[list[float]] = found[0]
     return seen
 
 

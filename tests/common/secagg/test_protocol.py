@@ -29,7 +29,7 @@ from headwater.common.secagg.protocol import (
     next_number,
     signatures_needed,
 )
-from headwater.common.secagg.scalar_encoding import plan_scalar
+from headwater.common.secagg.scalar_encoding import plan_scalar, plan_sums
 from headwater.common.secagg.session import (
     framed,
     keys_message,
@@ -37,6 +37,7 @@ from headwater.common.secagg.session import (
     session_of,
     survivors_digest,
 )
+from headwater.common.terms import SumOf
 from tests.faults import FaultPlan
 from tests.secagg import Cast, Played
 
@@ -159,6 +160,7 @@ def test_the_session_s_digest_depends_on_all_that_members_must_agree_on() -> Non
         {"scalars": ()},
         {"rotation_seed": bytes(32)},
         {"bounds_digest": bytes(32)},
+        {"sums": plan_sums({"counts": SumOf(length=2)}, num_devices=3)},
     ]
     others += [session_digest(parameters(**c), members(), model_digest=MODEL) for c in changes]
     assert {key for change in changes for key in change} == Parameters.model_fields.keys()
