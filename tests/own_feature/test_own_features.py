@@ -237,7 +237,6 @@ MASKED: dict[str, Any] = {"secure_aggregation": "semi-honest", "clients": 5}
         {"simulation.engine": "grpc"},
         {"secure.ring_bits": 16},
         {"compression.up": "random-k", "compression.fraction": 0.5},
-        pytest.param({"simulation.engine": "flower-ray"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_masked_sum_beside_the_model_s_is_the_one_in_clear(
@@ -332,6 +331,11 @@ def test_what_is_no_feature_is_refused_by_its_name(name: str, text: str) -> None
 def seen_in(tmp_path: Path, feature: str, **more: Any) -> list[list[float]]:
     given: dict[str, Any] = {"clients": 3, "rounds": 4, "out": tmp_path, "progress": False}
     headwater.simulate(SIGNS, **given | {"feature": named(feature)} | more)
+    return kept_in(tmp_path)
+
+
+def kept_in(tmp_path: Path) -> list[list[float]]:
+    """Return what a feature has seen, as its run's checkpoint has it."""
     saved = checkpoint.load(tmp_path)
     assert saved is not None
     found = [one["seen"] for one in saved.progress.features.values() if "seen" in one]
