@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwater.client.training.gradient_pass import forward
 from headwater.client.training.round import Work
 from headwater.client.training.window_sum import WindowSum
+from headwater.common.data.example_lengths import Positions
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.terms import Terms
 
@@ -83,15 +86,50 @@ class DeviceWork:
         """The local learning rate of the plan."""
         return (self._work.plan.of(LocalPlan) or PLAIN).learning_rate
 
-    def losses(self) -> Iterator[tuple[float, int]]:
-        """Yield the loss sum and the weight of the window's micro-batches at the model as it is.
+    def losses(self, at_P: Tensor | None = None) -> Iterator[tuple[float, int]]:
+        """Yield the loss sum and the weight of the window's micro-batches; no gradients.
 
-        No gradients are computed.
+        They are those of the model as it is, or of its parameters as ``at_P`` [P].
         """
+        for positions in self._micro_batches():
+            with torch.no_grad(), self._parameters_as(at_P):
+                loss, weight = self._forward(positions)
+            yield float(loss), weight
+
+    def gradients(self, at_P: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Yield the gradient [P] of each micro-batch's loss sum at the parameters ``at_P``, [P].
+
+        With it comes the batch's weight. ``at_P`` is read anew for each: whoever changes it in
+        place takes steps. The model and what the round sums stay as they are.
+        """
+        shared = self._work.context.image.trainable()
+        for positions in self._micro_batches():
+            with self._parameters_as(at_P):
+                loss, weight = self._forward(positions)
+                parts = torch.autograd.grad(loss, shared, allow_unused=True, materialize_grads=True)
+            yield torch.cat([part.reshape(-1) for part in parts]), weight
+
+    def _micro_batches(self) -> Iterable[Positions]:
+        return self._work.context.cut(self._work.window.positions, self._work.plan)
+
+    def _forward(self, positions: Positions) -> tuple[Tensor, int]:
         plan, context, window = self._work.plan, self._work.context, self._work.window
-        for positions in context.cut(window.positions, plan):
-            loss, weight, _ = forward(plan, window, positions, context)
-            yield float(loss.detach()), weight
+        loss, weight, _ = forward(plan, window, positions, context)
+        return loss, weight
+
+    @contextmanager
+    def _parameters_as(self, values_P: Tensor | None) -> Iterator[None]:
+        """Give the model other parameters; those that it had come back, to the bit."""
+        if values_P is None:
+            yield
+            return
+        own_P = self._work.context.image.values_P
+        before_P = own_P.clone()
+        own_P.copy_(values_P)
+        try:
+            yield
+        finally:
+            own_P.copy_(before_P)
 
     def examples(self) -> Iterator[Any]:
         """Yield the window's examples, as the task's data set has them."""

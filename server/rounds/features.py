@@ -151,8 +151,15 @@ class RunFeature(PlanningMoments):
         return None
 
     def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
-        """Change the sum after its division."""
+        """Change the sum after its division.
+
+        A round without the model's sum has an empty ``mean_P``, and takes a step if one is set.
+        """
         return done
+
+    def rate_factor(self, done: RoundSum) -> float:
+        """Return by what the learning rate of the step is multiplied."""
+        return 1.0
 
     def committed(self, done: RoundSum) -> None:
         """Note that the round counts."""

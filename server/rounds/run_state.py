@@ -322,8 +322,8 @@ class Training:
         for feature in self.features.values():
             feature.reveal(opened)
         asks_model = self._asks_model(opened.plans)
-        if not asks_model:
-            mean_P, weight = torch.zeros_like(self.image.values_P), opened.weight
+        if not asks_model:  # a feature may make a step of its own sums
+            mean_P, weight = torch.zeros(0), opened.weight
         elif opened.held is None:
             mean_P, weight = self.sum.close(), opened.weight
         else:
@@ -397,13 +397,16 @@ class Training:
             # Local steps move the model between the two batch sizes.
             noise = round_noise(done.noise, squared_mean=squared_norm(done.mean_P))
         penalised: tuple[int, ...] = ()
-        if is_exact and self._asks_model(opened.plans):  # else each device has added it to its own
+        has_step = len(done.mean_P) > 0
+        if is_exact and has_step:  # else each device has added it to its own
             penalised = add_penalty(self.task, self.image, done.mean_P)
         rate = 0.0
-        if self._asks_model(opened.plans):
+        if has_step:
+            factors = [feature.rate_factor(done) for feature in self.features.values()]
+            scaled = rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals))
             rate = self.optimizer.step(
                 done.mean_P,
-                rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals)),
+                math.prod(factors, start=scaled),
                 unused=[at for at in done.unused if at not in penalised],
             )
         if not all_finite(self.image.values_P):

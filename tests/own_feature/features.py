@@ -1,4 +1,4 @@
-"""Features as users write them: each one published idea, in one class."""
+"""Features as users write them, and faults that they may have: each in one class."""
 
 from __future__ import annotations
 

@@ -3,71 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import headwater
-from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import SettingsError
 from headwater.server.rounds import checkpoint
 from tests.own_feature import features
+from tests.own_feature.plain import (
+    CLIENTS,
+    LOCAL,
+    RATE,
+    STEPS,
+    batches_of,
+    gradient,
+    initial,
+    put,
+    vector,
+)
 from tests.python_tasks import SIGNS, Signs
 
 HERE = Path(__file__).resolve().parent
 SCAFFOLD = str(HERE.parents[1] / "examples" / "extensions" / "scaffold.py") + ":Scaffold"
-CLIENTS, STEPS, SIZE, RATE = 3, 4, 10, 0.1
-LOCAL: dict[str, Any] = {
-    "clients": CLIENTS,
-    "local_steps": STEPS,
-    "accumulation_steps": 1,
-    "micro_batch_size": SIZE,
-    "local_learning_rate": RATE,
-    "optimizer": "sgd",
-    "learning_rate": 1.0,
-    "progress": False,
-}
 
 
 def named(name: str) -> str:
     return f"{HERE / 'features.py'}:{name}"
-
-
-def batches_of(client: int, number: int) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return the batches of a client's local steps in round ``number``: its whole data."""
-    data = Signs().train_examples(data=None, part=client, num_parts=CLIENTS)
-    place = SamplerPosition(epoch=number - 1)
-    taken = window(place, quota=len(data), run_seed=0, name=str(client), num_examples=len(data))
-    inputs, labels = data.tensors
-    return [
-        (inputs[list(at)], labels[list(at)])
-        for at in (taken.positions[step * SIZE :][:SIZE] for step in range(STEPS))
-    ]
-
-
-def gradient(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    model.zero_grad()
-    cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-
-
-def vector(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def initial() -> nn.Module:
-    run = headwater.simulate(Signs, **{**LOCAL, "rounds": 1, "learning_rate": 1e-30})
-    return run.model
-
-
-def put(model: nn.Module, values_P: Tensor) -> None:
-    nn.utils.vector_to_parameters(values_P, model.parameters())
 
 
 def scaffold_by_a_plain_loop(num_rounds: int) -> Tensor:
