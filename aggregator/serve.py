@@ -15,11 +15,11 @@ import torch
 from headwater.aggregator.app import branch_app
 from headwater.aggregator.branch import Branch
 from headwater.aggregator.settings_above import check_own, settings_above
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.host_name import host_name
 from headwater.client.energy.availability import availability_of
 from headwater.client.enrolment.renewal import Renewal
 from headwater.client.flower.node import Node
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.connection import Connection, stay_connected
 from headwater.common.settings.schema import Settings

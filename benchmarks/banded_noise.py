@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.measure import Figures, arguments, report
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.sources import load
 from headwater.server.privacy.banded_noise import BandedNoise
 from headwater.server.rounds.round_row import RoundRow

@@ -19,7 +19,7 @@ from benchmarks.accumulation import CASES, Bench, bench_of
 from benchmarks.measure import Figures, arguments, ratio, report, spread, take_turns
 from headwater.client.features import train_round
 from headwater.common.messages import Plan
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.terms import named
 
 TERMS = PrivacyTerms(norm_bound=200.0, noise_multiplier=1.0)

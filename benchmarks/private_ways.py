@@ -37,7 +37,7 @@ from headwater.common.privacy.noise_shares import (
     private_clip,
     share_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import decode, decode_mean, encode_in_place, plan_encoding
 from headwater.server.privacy.accountant import (
     Accountant,

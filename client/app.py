@@ -15,10 +15,9 @@ from typing import TypeVar
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.algorithms.lookup import algorithm_for, check_algorithm
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
-from headwater.client.features import own_rounds
+from headwater.client.features import algorithm_for, check_algorithm, own_rounds
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import OFFLINE, SAMPLER, SPEED
 from headwater.client.plan_features import (

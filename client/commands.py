@@ -158,9 +158,9 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     """
     import torch
 
-    from headwater.client.algorithms.run_trainer import run_trainer
     from headwater.client.device.hardware import ThisMachine, this_machine
     from headwater.client.device.host_name import host_name
+    from headwater.client.trainer.run_trainer import run_trainer
     from headwater.client.training.context import Identity
     from headwater.common.errors import SettingsError
     from headwater.common.system.heap import use_one_heap
@@ -213,8 +213,8 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     """
     from contextlib import ExitStack
 
-    from headwater.client.algorithms.lookup import warn_of_untried
     from headwater.client.device.worker_processes import workers_of_a_fork_server
+    from headwater.client.features import warn_of_untried
     from headwater.client.operations.installed_tasks import with_task
     from headwater.client.transport.retries import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
@@ -254,7 +254,7 @@ def _forget_trainer() -> None:
     """Free the memory of the task that the device leaves, before it loads the next one."""
     import gc
 
-    from headwater.client.algorithms.run_trainer import trainer_of
+    from headwater.client.trainer.run_trainer import trainer_of
     from headwater.common.system.heap import release_freed_memory
 
     trainer_of.cache_clear()

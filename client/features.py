@@ -6,6 +6,7 @@ A feature is imported when a plan asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headwater.client.training.context import TrainingContext
@@ -14,8 +15,9 @@ from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.common.messages import Plan, Update
 from headwater.common.model.local_state import LocalStore
+from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import part_of
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import AlgorithmSettings, Settings
 
 if TYPE_CHECKING:
     from headwater.client.local_training.local_work import ClientAlgorithm
@@ -64,6 +66,57 @@ def train_round(
         HeadwaterError: see ``carry_out``.
     """
     return carry_out(work_of(plan, window, context, spool))
+
+
+def algorithm_of(chosen: AlgorithmSettings) -> Any:
+    """Return the device's client algorithm; None if none is set.
+
+    Raises:
+        SettingsError: it cannot be found or constructed, or has no method ``train``.
+    """
+    return None if chosen.name is None else _loaded("algorithms.lookup:algorithm_of")(chosen)
+
+
+def warn_of_untried(settings: Settings) -> None:
+    """Log that a client algorithm is not tried; see ``client.algorithms.lookup``."""
+    if settings.algorithm.name is not None and not settings.check_task:
+        _loaded("algorithms.lookup:warn_of_untried")(settings)
+
+
+def algorithm_trial(algorithm: Any) -> Any:
+    """Return what tries a client algorithm before the first round; None without one."""
+    if algorithm is None:
+        return None
+    return partial(_loaded("algorithms.trial:try_algorithm"), algorithm)
+
+
+def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> Any:
+    """Return the client algorithm for a plan, or None.
+
+    Raises:
+        AlgorithmMismatch: the server's run has another one than this device.
+        SettingsError: see ``algorithm_of``.
+    """
+    if chosen.name is None and not plan.terms:
+        return None
+    return _loaded("algorithms.lookup:algorithm_for")(plan, chosen, name=name)
+
+
+def check_algorithm(servers: str | None, chosen: AlgorithmSettings, *, name: str) -> None:
+    """Compare the algorithm of the server's run with the device's.
+
+    Raises:
+        AlgorithmMismatch: they differ.
+    """
+    if servers is not None or chosen.name is not None:
+        _loaded("algorithms.lookup:check_algorithm")(servers, chosen, name=name)
+
+
+def own_parameters(image: ModelImage, built: Callable[[int], ModelImage]) -> Any:
+    """Return what loads the parameters that stay on each device; None if none does."""
+    if not image.layout.local:
+        return None
+    return _loaded("own_parameters.own_parameters:OwnParameters")(image, built)
 
 
 def own_rounds(

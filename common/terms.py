@@ -130,11 +130,11 @@ class Terms(BaseModel):
 TermsT = TypeVar("TermsT", bound=Terms)
 
 KINDS: dict[str, str] = {
-    "compression": "headwater.common.compression_terms:CompressionTerms",
+    "compression": "headwater.common.compression.terms:CompressionTerms",
     "local_training": "headwater.common.local_training.terms:LocalPlan",
     "offline": "headwater.common.offline.terms:OfflineTerms",
     "own_parameters": "headwater.common.own_parameters.terms:OwnStepTerms",
-    "privacy": "headwater.common.privacy_terms:PrivacyTerms",
+    "privacy": "headwater.common.privacy.terms:PrivacyTerms",
     "secagg": "headwater.common.secagg.terms:MaskingTerms",
 }
 """The models by their names; each is imported when a plan has its terms."""

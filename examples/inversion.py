@@ -29,7 +29,7 @@ from headwater.common.privacy.clipping import clip_to_norm
 from headwater.common.privacy.discrete_gaussian import RandomBits
 from headwater.common.privacy.discrete_gaussian import draw as draw_integers
 from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
 from headwater.common.secagg.masking import Stream, mask_in_place
 from headwater.common.secagg.secret import Secret

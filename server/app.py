@@ -9,13 +9,9 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from headwater.common.errors import AggregatorRefused
-from headwater.common.settings.conflicts import why_no_branches
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
-from headwater.server.features import observers
-from headwater.server.flower.grid_fleet import GridFleet
-from headwater.server.flower.registration import RefusalOfBranch
+from headwater.server.features import grid_fleet, observers
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.rounds.features import round_runner, trackers
 from headwater.server.rounds.observer import Observer, Observers
@@ -68,11 +64,7 @@ def server_app(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
-        fleet = GridFleet(
-            grid,
-            branch_order=own.training.branch_order,
-            refusal_of_branch=refusal_of_branch(settings),
-        )
+        fleet = grid_fleet(grid, own.training)
         own_observers = [RoundLog(), SameData(), *observers(own.training)]
         run(
             own.training,
@@ -84,26 +76,6 @@ def server_app(
         )
 
     return app
-
-
-def refusal_of_branch(settings: Settings) -> RefusalOfBranch:
-    """Return which devices may not be aggregators of a run, and why."""
-    why = why_no_branches(settings.secure, settings.aggregation, settings.asynchronous)
-    if settings.feature.name is not None:
-        why = "an aggregator runs no feature of your own: leave out --feature"
-    trusted = {name.strip() for name in (settings.server.aggregators or "").split(",")}
-
-    def refusal(name: str) -> AggregatorRefused | None:
-        if why is not None:
-            return AggregatorRefused(f"this run takes no aggregators: {why}")
-        if name not in trusted:
-            return AggregatorRefused(
-                f"{name} is not among the aggregators that the server above trusts",
-                remedy=f"start the server above with --trusted-aggregators {name}",
-            )
-        return None
-
-    return refusal
 
 
 def server_context(settings: Settings, *, run_id: int) -> Context:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # ``headwater-server status`` does not load torch
     from headwater.common.settings.schema import Settings
+    from headwater.server.flower.grid_fleet import GridFleet
     from headwater.server.rounds.observer import Observer
     from headwater.server.rounds.run_state import Training
 
@@ -24,14 +25,33 @@ QUEUE, POINTER = "queue", "successor.json"
 STATUS = ("headwater.server.privacy.spent_budget", "headwater.server.succession.queue_status")
 
 RESULT_FILES = (("adapter", "adapter.safetensors"),)
-"""The files of a run's result, with their titles, as ``common.model.adapter`` names them."""
+"""The files of a run's result, with their titles, as ``common.model.trained_model`` names them."""
+
+
+def grid_fleet(grid: Any, training: Training) -> GridFleet:
+    """Return a grid's fleet for a run: with aggregators and asynchronous plans if it has some."""
+    settings, intermediaries = training.settings, None
+    if settings.server.aggregators:
+        intermediaries = import_module("headwater.server.tree.branches").Branches(
+            grid,
+            order=training.branch_order,
+            refusal=import_module("headwater.server.tree.trusted_aggregators").refusal_of_branch(
+                settings
+            ),
+        )
+    kind = import_module("headwater.server.flower.grid_fleet").GridFleet
+    if settings.asynchronous.is_on:
+        place = "headwater.server.asynchronous.dispatching_grid_fleet"
+        kind = import_module(place).DispatchingGridFleet
+    fleet: GridFleet = kind(grid, intermediaries=intermediaries)
+    return fleet
 
 
 def observers(training: Training) -> list[Observer]:
     """Return the observers that the run's settings turn on."""
     found: list[Observer] = []
     if training.settings.out is not None:
-        found.append(import_module("headwater.server.page.report").ReportWriter())
+        found.append(import_module("headwater.server.report.report").ReportWriter())
     if versions_every(training.settings) != "never":
         versions = import_module("headwater.server.succession.model_versions")
         found.append(versions.ModelVersions(training))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -21,18 +21,16 @@ from headwater.common.messages import (
     ReadyReport,
     ReportFields,
     Update,
+    WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
+from headwater.common.phases import Phase
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.planning.cohort import ConnectedClients
-
-if TYPE_CHECKING:
-    from headwater.common.secagg import protocol as secagg
-    from headwater.common.secagg.protocol import Phase, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +122,10 @@ Answer = Update | UpdateSeries | UpdateBatch | BranchSum | ReadyReport | Dropout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A client's reply in a secure session, and the bytes that came with it."""
+    """A client's reply in a phase of a conversation, and the bytes that came with it."""
 
     name: str
-    message: secagg.Reply
+    message: Any
     vector: memoryview | bytes | None = field(default=None, repr=False)
 
 
@@ -215,18 +213,18 @@ class Fleet(Protocol):
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
         num_needed: int = 0,
         timeout_seconds: float | None,
     ) -> Iterator[Reply | Dropout]:
-        """Send one phase's requests of a secure session, and yield each reply as it arrives.
+        """Send the requests of one phase of a conversation, and yield each reply as it arrives.
 
         ``vector`` is sent with every request; ``reply_bytes`` come with every reply and are valid
-        until the next reply is requested. With fewer than ``num_needed`` replies the session would
-        be aborted, so a lost connection is awaited for longer.
+        until the next reply is requested. With fewer than ``num_needed`` replies the conversation
+        would end, so a lost connection is awaited for longer.
         """
         ...
 

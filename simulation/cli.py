@@ -142,7 +142,7 @@ def replay(
     Try it: headwater-simulate replay runs/DIR
     """
     from headwater.server.page.page_server import page_of
-    from headwater.server.page.replay import FinishedRun
+    from headwater.server.report.replay import FinishedRun
 
     with page_of(FinishedRun(folder), page) as link:
         _show_until_stopped(f"page at {link}")

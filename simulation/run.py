@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
-from headwater.client.algorithms.lookup import warn_of_untried
+from headwater.client.features import warn_of_untried
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
 from headwater.common.transport.tls import read_credentials
 from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.page.report import ReportWriter
+from headwater.server.report.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.features import round_runner, trackers
 from headwater.server.rounds.observer import Observer, Observers

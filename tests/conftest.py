@@ -45,7 +45,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def a_process_of_its_own() -> Iterator[None]:
     """Begin without updates, and without what another test learned of the task."""
-    from headwater.client.algorithms.run_trainer import trainer_of
+    from headwater.client.trainer.run_trainer import trainer_of
 
     trainer_of.cache_clear()
     yield

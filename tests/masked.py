@@ -16,13 +16,13 @@ from flwr.common.serde import context_from_proto, context_to_proto
 from flwr.proto.message_pb2 import Context as ContextProto
 from numpy.typing import NDArray
 
-from headwater.client.algorithms.run_trainer import run_trainer, trainer_of
 from headwater.client.app import app
 from headwater.client.enrolment.signing_identity import read_enrolment
 from headwater.client.flower.node import Node
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import SAMPLER
 from headwater.client.node_features import NodeAnswer
+from headwater.client.trainer.run_trainer import run_trainer, trainer_of
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState

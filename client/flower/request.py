@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from flwr.app import Context, Message
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.host_name import host_name
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import (
@@ -24,6 +23,7 @@ from headwater.client.flower.state_file import (
     read_sampler,
     read_speed,
 )
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState

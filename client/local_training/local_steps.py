@@ -13,9 +13,9 @@ from headwater.client.local_training.local_work import LocalWork
 from headwater.client.local_training.step_spool import StepContent
 from headwater.client.training.context import TrainingContext
 from headwater.common.additivity.penalty import add_penalty
+from headwater.common.local_training.local_optimizer import held_bytes, local_optimizer, path_length
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.model.vectors import CHUNK
-from headwater.common.optimizers.local_optimizer import held_bytes, local_optimizer, path_length
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 
 

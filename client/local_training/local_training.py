@@ -5,9 +5,9 @@ from __future__ import annotations
 from headwater.client.local_training.local_steps import LocalSteps
 from headwater.client.local_training.local_work import ClientAlgorithm, LocalWork
 from headwater.client.training.round import Feature, Work
+from headwater.common.local_training.local_optimizer import path_length
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import LocalPlan
-from headwater.common.optimizers.local_optimizer import path_length
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.user_code import running
 
 

@@ -46,7 +46,7 @@ from headwater.client.secagg.prepare import (
 )
 from headwater.client.secagg.types import Participant, SessionRecord, UnmaskedUpdate, read_record
 from headwater.client.training.sampler import SamplerState, seed_of
-from headwater.common.compression_terms import CompressionTerms
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import (
@@ -55,7 +55,7 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.vectors import squared_norm
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import SQUARED_NORM, numbers_of_nothing
 from headwater.common.task import max_weight_per_example
 

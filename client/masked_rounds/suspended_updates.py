@@ -47,7 +47,7 @@ from headwater.client.secagg.types import (
 from headwater.common.errors import SealBroken, UpdateNotHeld
 from headwater.common.flower import records
 from headwater.common.messages import Name, Natural
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.keys import SESSION_BYTES, KeyPair, public_key_of, seal, unseal
 from headwater.common.secagg.protocol import (
     Digest,

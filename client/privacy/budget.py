@@ -35,7 +35,8 @@ from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateEr
 from headwater.common.messages import Plan
 from headwater.common.privacy.epoch_cost import EpochCost
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import PrivacyTerms, Unit
+from headwater.common.privacy.terms import PrivacyTerms
+from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.settings.schema import PrivacySettings
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 from headwater.common.system.file_lock import try_lock
@@ -54,7 +55,7 @@ class Spent:
     last_rho: float = 0.0
     examples: ExampleSpent = field(default_factory=ExampleSpent)
 
-    def of_unit(self, unit: Unit) -> float:
+    def of_unit(self, unit: PrivacyUnit) -> float:
         """Return what a unit has spent, as zCDP."""
         return self.rho if unit == "device" else self.examples.cost.rho
 

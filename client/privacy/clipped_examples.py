@@ -28,7 +28,7 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.vectors import all_finite
 from headwater.common.privacy.clipping import clip_to_norm
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.task import Metrics
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.common.privacy.epoch_cost import EpochCost
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 
 OF_A_DEVICE_S_ROUND = 4
 """What a round with noise for devices costs an example, in the device's rho."""

@@ -11,7 +11,7 @@ from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import ExamplesForgotten, ProtocolMismatch
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 
 REMEDY = "start the server with --privacy-unit device, or without what this names"
 

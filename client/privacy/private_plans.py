@@ -9,7 +9,7 @@ from headwater.client.privacy.example_unit import check_example_unit
 from headwater.client.privacy.private_rounds import planned_window, spend
 from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Plan
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 
 
 class PrivatePlans(PlanFeature):

@@ -9,7 +9,7 @@ from headwater.client.privacy.private_update import private_update
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import Update
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.task import max_weight_per_example
 
 log = logging.getLogger(__name__)

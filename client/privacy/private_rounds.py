@@ -17,7 +17,7 @@ from headwater.client.secagg.session import SecureSession
 from headwater.client.secagg.states import SessionFinished
 from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Plan
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.protocol import UnmaskRequest
 
 

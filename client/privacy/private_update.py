@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwater.common.messages import Plan, Step, Update, UpdateReport, Vitals
 from headwater.common.privacy.clipping import clip_to_norm
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 
 NO_VITALS = Vitals()
 

@@ -23,7 +23,7 @@ from headwater.common.privacy.noise_shares import (
     opened_multiplier,
     share_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms, rho_of
+from headwater.common.privacy.terms import PrivacyTerms, rho_of
 from headwater.common.secagg.fixed_point import RingVector
 from headwater.common.secagg.masked_numbers import CLIP_BIT
 from headwater.common.secagg.protocol import Parameters, UnmaskRequest

@@ -12,7 +12,7 @@ from typing import Any
 
 from headwater.client.trainer.client_examples import MAX_REPEATED
 from headwater.client.training.sampler import SamplerState
-from headwater.common.compression_terms import MIN_MASKED_FRACTION, CompressionTerms
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import (
     CohortTooSmall,
     CountOutOfRange,
@@ -20,9 +20,10 @@ from headwater.common.errors import (
     UpdateAlreadyMasked,
 )
 from headwater.common.messages import Plan
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.terms import MaskingTerms
+from headwater.common.settings.rounds import MIN_MASKED_FRACTION
 from headwater.common.settings.schema import SecureSettings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import MAX_CLIP, MIN_CLIP
 from headwater.common.secagg.graph import SECURITY_BITS, Mode
 from headwater.common.secagg.identity import AllowList, SigningIdentity

@@ -11,17 +11,16 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.features import work_of
+from headwater.client.features import own_parameters, work_of
 from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
-from headwater.client.own_parameters.own_parameters import OwnParameters
 from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
@@ -53,9 +52,6 @@ from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, tell_round
-
-if TYPE_CHECKING:
-    from headwater.client.local_training.local_work import ClientAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +100,7 @@ class Trainer:
         self.stop_requested = threading.Event()
         """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed = CheckpointedClients(self.image)
-        self._own = OwnParameters(self.image, lambda seed: self._built(seed=seed))
+        self._own = own_parameters(self.image, lambda seed: self._built(seed=seed))
         self._num_unchecked = NUM_CHECKED if check_task else 0
         self._num_shares = NUM_SHARES
         self._is_undecided = False
@@ -199,8 +195,11 @@ class Trainer:
         )
 
     def load_local(self, identity: Identity, plan: Plan, store: LocalStore | None) -> LocalState:
-        """Load a client's own parameters, see ``OwnParameters.load``."""
-        return self._own.load(identity.name, plan, store)
+        """Load a client's own parameters, see ``OwnParameters.load``; a model may have none."""
+        if self._own is None:
+            return LocalState(values_L=self.image.local_L)
+        state: LocalState = self._own.load(identity.name, plan, store)
+        return state
 
     def check(self, examples: Examples, name: str) -> CheckReport:
         """Check the task on real examples: it must run, and what it returns must be sums.
@@ -322,7 +321,7 @@ class Trainer:
         sampler: SamplerState,
         *,
         spool: Spool | None = None,
-        algorithm: ClientAlgorithm | None = None,
+        algorithm: Any = None,
         order_seed: int | None = None,
         left_out: frozenset[int] = frozenset(),
         store: LocalStore | None = None,

@@ -23,8 +23,8 @@ from headwater.common.compression.rounding import (
     encode_bfloat16,
     encode_int8,
 )
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.compression.top_coordinates import decoded_top, encode_top
-from headwater.common.compression_terms import CompressionTerms
 from headwater.common.errors import CorruptUpdate
 from headwater.common.messages import Plan
 from headwater.common.sums.encoded_vector import EncodedVector

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.compression_terms import BLOCK
+from headwater.common.compression.terms import BLOCK
 from headwater.common.errors import CorruptUpdate
 from headwater.common.sums.encoded_vector import Floats
 

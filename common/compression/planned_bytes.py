@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.common.compression_terms import planned_difference_bytes, update_bytes
+from headwater.common.compression.terms import planned_difference_bytes, terms_of, update_bytes
 from headwater.common.settings.schema import Settings
 
 
@@ -21,7 +21,7 @@ def download_bytes(settings: Settings, num_values: int) -> int:
 def upload_bytes(settings: Settings, num_values: int) -> int:
     """Return the bytes of a device's update of so many coordinates, masked or not."""
     if settings.secure.aggregation != "off":
-        terms = settings.compression.terms
+        terms = terms_of(settings.compression)
         num_sent = num_values if terms is None else terms.num_sent(num_values)
         return num_sent * settings.secure.ring_bits // 8
-    return update_bytes(settings.compression.terms, num_values)
+    return update_bytes(terms_of(settings.compression), num_values)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression_terms import BLOCK
+from headwater.common.compression.terms import BLOCK
 from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
 from headwater.common.model.vectors import CHUNK
 from headwater.common.sums.encoded_vector import EncodedVector, Floats

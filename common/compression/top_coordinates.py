@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.compression.rounding import encode_bfloat16
-from headwater.common.compression_terms import SPAN
+from headwater.common.compression.terms import SPAN
 from headwater.common.errors import CorruptUpdate
 from headwater.common.sums.encoded_vector import EncodedVector, Floats
 

@@ -15,6 +15,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,18 @@ from flwr.supercore.task_identity import TaskIdentity
 SERVER_NODE_ID = 1
 CLIENT_APP_FAILED = ErrorCode.UNKNOWN
 """The code of a reply that Flower makes when a ClientApp raises an exception."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageKind:
+    """What a grid must know of the messages of a type."""
+
+    has_model: bool = False
+    """Whether they carry the model, which is sent to each node once per round."""
+    reply_bytes: Callable[[Message, int], int] | None = None
+    """The bytes of a reply's vector, of a model with so many parameters; None: as was expected."""
+    is_length_exact: bool = True
+    """Whether a reply's vector has those bytes, rather than at most so many."""
 
 
 class HeadwaterGrid(Grid):
@@ -154,6 +167,9 @@ class HeadwaterGrid(Grid):
     def turn_seconds(self) -> float:
         """Return the server's seconds per update in a round; 0 if they are not measured."""
         return 0.0
+
+    def learn(self, kinds: Mapping[str, MessageKind]) -> None:
+        """Learn of further types of messages."""
 
     def expect(self, request: DescribeRequest) -> None:
         """Set the description that devices must match, before any is admitted."""

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import AlgorithmLabel
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.terms import Terms
 
 

@@ -26,19 +26,23 @@ from headwater.common.errors import (
     UnknownTask,
     remedy_in_traceback,
 )
-from headwater.common.model.adapter import BASE_KEY, with_base
 from headwater.common.model.batch_norm import GroupNormArguments, replay
 from headwater.common.model.bfloat16_weights import stored_in_bfloat16
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
+from headwater.common.named_objects import part_of
 from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
 from headwater.common.task_spec import split_spec
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
+ADAPTER = "adapter.safetensors"
+"""The parameters that were trained, of a model with a frozen part (``common.frozen.adapter``)."""
+BASE_KEY = "base_digest"
+"""The metadata that an adapter file has beyond those of a model file."""
 CHECKPOINT_KEY = "progress"
 """The metadata of a checkpoint (``server.rounds.checkpoint``) that a model file does not have."""
 _LAYERS = TypeAdapter(dict[str, GroupNormArguments])
@@ -184,7 +188,7 @@ def load_module(
     replay(model, record.replaced_layers)
     is_rounded = record.base_digest is not None and record.frozen_dtype is not None
     with stored_in_bfloat16(model) if is_rounded else nullcontext():
-        state = _with_base(model, record, state, file, patterns)
+        state = with_base(model, record, state, file, patterns)
     if local is not None:
         own = device_tensors(local, layout_digest=record.layout_digest, rounds=record.rounds)
         names = local_names(model, patterns)
@@ -248,18 +252,25 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def _with_base(
+def with_base(
     model: nn.Module,
     record: ModelRecord,
     state: Mapping[str, Tensor],
     file: Path,
     local_parameters: str | None,
 ) -> Mapping[str, Tensor]:
-    """Return a file's tensors, with the model's own beside those of an adapter."""
+    """Return a file's tensors, with the model's own beside those of an adapter.
+
+    Raises:
+        ModelMismatch, FrozenPartMismatch: the adapter is not of this model.
+    """
     base = record.base_digest
     if base is None:
         return state
-    return with_base(model, state, file, base_digest=base, local_parameters=local_parameters)
+    found: Mapping[str, Tensor] = part_of("headwater.common.frozen.adapter").with_base(
+        model, state, file, base_digest=base, local_parameters=local_parameters
+    )
+    return found
 
 
 def _built(model: nn.Module, names: Set[str]) -> dict[str, Tensor]:

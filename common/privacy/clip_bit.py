@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from headwater.common.privacy.discrete_gaussian import sigma_above
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import CLIP_BIT
 from headwater.common.secagg.scalar_encoding import Scalar
 

@@ -39,7 +39,7 @@ from collections.abc import Collection
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, RingCanWrap
 from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
 from headwater.common.privacy.discrete_gaussian import sigma_above
-from headwater.common.privacy_terms import PrivacyTerms, joint_multiplier
+from headwater.common.privacy.terms import PrivacyTerms, joint_multiplier
 from headwater.common.secagg.fixed_point import Encoding
 from headwater.common.secagg.graph import ceil_fraction
 

@@ -36,6 +36,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from headwater.common.messages import Name, Natural, WireMessage
+from headwater.common.phases import Phase
 from headwater.common.secagg.fixed_point import Encoding
 from headwater.common.secagg.graph import Mode, ceil_fraction
 from headwater.common.secagg.keys import (
@@ -246,15 +247,6 @@ class UnmaskReply(SecureMessage):
 
 Request = KeysRequest | Roster | CheckRequest | MaskRequest | SurvivorsRequest | UnmaskRequest
 Reply = KeysReply | SharesReply | CheckReply | MaskReply | SurvivorsReply | UnmaskReply
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """A phase: its action, which names it on the wire, and its two message types."""
-
-    action: str
-    request: type[Request]
-    reply: type[Reply]
 
 
 PHASES = (

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwater.common.compression_terms import MIN_MASKED_FRACTION
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import split_criterion
 from headwater.common.settings.rounds import (
+    MIN_MASKED_FRACTION,
     AggregationSettings,
     AsynchronousSettings,
     CohortSettings,

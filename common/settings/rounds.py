@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from headwater.common.compression_terms import CompressionTerms
-from headwater.common.privacy_terms import Unit
 from headwater.common.settings.fields import (
     ALL,
     DEVICE,
@@ -26,6 +24,9 @@ from headwater.common.settings.fields import (
 )
 
 MIN_MEMBERS = 3
+MIN_MASKED_FRACTION = 0.01
+"""What a masked update sends at least: a coordinate then waits for about 100 rounds at most."""
+PrivacyUnit = Literal["device", "example"]
 """Of a secure session: with two, each member could subtract its own update from the sum."""
 
 
@@ -116,13 +117,6 @@ class CompressionSettings(Branch):
     def keeps(self) -> bool:
         """Whether devices keep what they did not send."""
         return self.up != "off" and self.feedback
-
-    @property
-    def terms(self) -> CompressionTerms | None:
-        """What a plan says of it; None if updates are sent in float32."""
-        if self.up == "off":
-            return None
-        return CompressionTerms(method=self.up, fraction=self.fraction, feedback=self.feedback)
 
 
 class AsynchronousSettings(Branch):
@@ -270,7 +264,7 @@ class PrivacySettings(Branch):
         "--privacy-clip-quantile that of the first round",
         "--privacy-clip",
     )
-    unit: Unit = setting(
+    unit: PrivacyUnit = setting(
         "device",
         "what the epsilon is for: a device's whole part; or each of its examples, whose gradients "
         "are then clipped one by one, which takes longer",

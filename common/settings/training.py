@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.optimizers.presets import LOCAL_BATCH_SIZE, PRESETS, Preset
 from headwater.common.settings.fields import (
     RUNS,
@@ -250,20 +249,6 @@ class LocalSettings(Branch):
         if plan.accumulation_steps is not None:
             return plan.set_quota
         return self.batch_size or LOCAL_BATCH_SIZE
-
-    def terms(self, plan: PlanSettings) -> LocalTerms:
-        """Return what the plans say of the steps, apart from their number and learning rate."""
-        chosen = self.step_correction
-        if chosen is None:
-            # FedAvg's devices take unlike numbers of steps by their data; its paper corrects none.
-            is_by_speed = self.num_epochs is None and plan.accumulation_steps is None
-            chosen = "normalized" if is_by_speed else "none"
-        return LocalTerms(
-            optimizer=self.kind,
-            arguments=dict(self.arguments),
-            proximal=self.mu,
-            is_normalized=chosen == "normalized",
-        )
 
 
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments, in a plan

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 from headwater.common.errors import FeatureMissing, StateError
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan, UpdateReport
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.local_training.local_plans import algorithm_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
+from headwater.common.compression.terms import terms_of
 from headwater.server.planning.features import DraftPlan, PlanningFeature
 
 
@@ -16,6 +17,6 @@ class CompressedPlans(PlanningFeature):
         return download_bytes(settings, num_values), upload_bytes(settings, num_values)
 
     def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        if (terms := self.settings.compression.terms) is not None:
+        if (terms := terms_of(self.settings.compression)) is not None:
             for draft in drafts:
                 draft.ask(terms)

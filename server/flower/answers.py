@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from flwr.app import Message, RecordDict
 
 from headwater.common.errors import HeadwaterError, LateUpdate
 from headwater.common.flower import records
-from headwater.common.messages import EvaluateReport, ReadyReport, Update
-from headwater.common.tree.branch_messages import BranchHead
-from headwater.server.fleet import BranchSum, Dropout, Reply
+from headwater.common.messages import ReadyReport
+from headwater.server.fleet import Dropout
 from headwater.server.flower.registration import Registration, check_name
-from headwater.server.tree.branch_wire import BranchReports
 
-Answer = TypeVar(
-    "Answer", bound=Update | ReadyReport | BranchSum | EvaluateReport | BranchReports | Reply
-)
+
+class Named(Protocol):
+    """An answer, which says whose it is."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Answer = TypeVar("Answer", bound=Named)
 
 
 def read_answer(
@@ -52,8 +56,3 @@ def check_in_time(name: str, seconds: float, timeout_seconds: float | None) -> N
     """
     if timeout_seconds is not None and seconds > timeout_seconds:
         raise LateUpdate(f"{name} took {seconds:.1f} s, the deadline is {timeout_seconds:.1f} s")
-
-
-def branch_parts(content: RecordDict) -> tuple[BranchHead, memoryview | bytes]:
-    """Return the head and the vector of an aggregator's answer."""
-    return records.read(content, BranchHead), records.vector(content) or b""

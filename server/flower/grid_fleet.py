@@ -10,15 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from headwater.common.errors import (
-    AggregatorRefused,
     ConnectionLost,
-    HeadwaterError,
     LateUpdate,
 )
 from headwater.common.flower import records
@@ -31,34 +29,22 @@ from headwater.common.messages import (
     Plan,
     ReadyReport,
     Update,
+    WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.tree.branch_messages import BranchPlans
+from headwater.common.phases import Phase
 from headwater.server.aggregation.round_seconds import LinkSeconds
-from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Reply, Traffic
+from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.answers import (
     Answer,
-    branch_parts,
     check_in_time,
     read_answer,
     with_seconds,
 )
-from headwater.server.flower.branches import DividedPlans
-from headwater.server.flower.dispatched_plans import DispatchedPlans
+from headwater.server.flower.intermediaries import Intermediaries, SentPlans
 from headwater.server.flower.polled_grid import PolledGrid
-from headwater.server.flower.registration import RefusalOfBranch, Registration
+from headwater.server.flower.registration import Registration
 from headwater.server.planning.cohort import ConnectedClients
-from headwater.server.tree.branch_wire import (
-    BranchOrders,
-    BranchReports,
-    branch_plans,
-    read_evaluation,
-    read_sum,
-    replies_needed,
-)
-
-if TYPE_CHECKING:
-    from headwater.common.secagg.protocol import Phase, Request
 
 log = logging.getLogger(__name__)
 
@@ -67,29 +53,19 @@ FIRST_NOTICE_SECONDS, WAITING_NOTICE_SECONDS = 10.0, 60.0
 REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line of the log
 
 
-def no_branches(name: str) -> AggregatorRefused:
-    """Refuse any aggregator."""
-    return AggregatorRefused(f"{name}: this server has no aggregators")
-
-
 class GridFleet:
     """The clients of a Grid, by name."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        *,
-        branch_order: BranchOrders | None = None,
-        refusal_of_branch: RefusalOfBranch = no_branches,
-    ) -> None:
-        """``branch_order`` makes the orders of aggregators that are not refused."""
+    def __init__(self, grid: Grid, *, intermediaries: Intermediaries | None = None) -> None:
+        """``intermediaries`` are the nodes that answer for others; None: there are none."""
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._polled = PolledGrid(grid)
         """Sends and receives in place of ``_own`` on Flower's own grid."""
-        self._registration = Registration(grid, refusal_of_branch=refusal_of_branch)
-        self._dispatched = DispatchedPlans(self._own or self._polled, self._registration)
-        self._branch_order = branch_order
+        self._registration = Registration(grid, intermediaries=intermediaries)
+        self._intermediaries = self._registration.intermediaries
+        if self._own is not None:
+            self._own.learn(self._intermediaries.kinds)
         self._reports: dict[str, DeviceReport] = {}
         self._request: DescribeRequest | None = None
         """The request for a description that newcomers are sent."""
@@ -107,7 +83,7 @@ class GridFleet:
         self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
     ) -> ConnectedClients:
         self._request = request
-        self._registration.branches.begin_round()
+        self._intermediaries.begin_round()
         if self._own is not None:
             self._own.expect(request)
             self._own.while_waiting = partial(self._registration.ask_newcomers, request)
@@ -160,9 +136,9 @@ class GridFleet:
         start_seconds = time.monotonic()
         sent = self._divided(plans)
 
-        def read(name: str, content: RecordDict) -> Update | ReadyReport | BranchSum:
-            if name in sent.branches:
-                return read_sum(*branch_parts(content), sent.branches[name], image.layout)
+        def read(name: str, content: RecordDict) -> Any:
+            if name not in sent.direct:
+                return sent.read_sum(name, content, image.layout)
             if plans[name].keeps_update:
                 ready = records.read(content, ReadyReport)
                 if ready.seconds is not None:  # of a real device the grid checks the deadline
@@ -174,43 +150,23 @@ class GridFleet:
             check_in_time(update.name, update.report.seconds, timeout_seconds)
             return update
 
-        self._expect_replies(replies_needed(sent.sizes, num_needed))
-        contents = {
-            name: branch_plans(
-                own,
-                self._order(own),
-                num_tensors=len(image.layout.spans),
-                num_needed=max(num_needed - (len(plans) - len(own)), 0),
-                timeout_seconds=timeout_seconds,
-            )
-            for name, own in sent.branches.items()
-        }
-        answers = self._send_model("train", sent.direct, contents, image, timeout_seconds, read)
-        return sent.of_devices(answers)
+        self._expect_replies(sent.replies_needed(num_needed))
+        heads = sent.heads(
+            trains=True,
+            num_tensors=len(image.layout.spans),
+            num_needed=num_needed,
+            timeout_seconds=timeout_seconds,
+        )
+        answers = self._send_model("train", sent, heads, image, timeout_seconds, read)
+        return sent.of_clients(answers)
 
-    def _divided(self, plans: Mapping[str, Plan]) -> DividedPlans:
-        return self._registration.branches.divide(plans, self._registration.nodes())
-
-    def _order(self, plans: Mapping[str, Plan]) -> BranchOrder:
-        assert self._branch_order is not None  # without it no aggregator is admitted
-        return self._branch_order(plans)
-
-    def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
-        self._dispatched.dispatch(plans, image, round_number=round_number)
-
-    def next_answer(self) -> Update | ReadyReport | Dropout | None:
-        return self._dispatched.next_answer(described=self._reports, request=self._request)
-
-    def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
-        self._dispatched.give_up(errors)
-
-    def virtual_now(self) -> float | None:
-        return None if self._own is None else self._own.virtual_now()
+    def _divided(self, plans: Mapping[str, Plan]) -> SentPlans:
+        return self._intermediaries.divide(plans, self._registration.nodes())
 
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,
@@ -234,28 +190,20 @@ class GridFleet:
     ) -> Iterator[EvaluateReport | Dropout]:
         sent = self._divided(plans)
 
-        def read(name: str, content: RecordDict) -> EvaluateReport | BranchReports:
-            if name in sent.branches:
-                return read_evaluation(*branch_parts(content), sent.branches[name])
+        def read(name: str, content: RecordDict) -> Any:
+            if name not in sent.direct:
+                return sent.read_tests(name, content)
             return records.read(content, EvaluateReport)
 
         self._expect_replies(0)
-        contents = {
-            name: branch_plans(
-                own,
-                None,
-                num_tensors=len(image.layout.spans),
-                num_needed=0,
-                timeout_seconds=timeout_seconds,
-            )
-            for name, own in sent.branches.items()
-        }
-        answers = self._send_model("evaluate", sent.direct, contents, image, timeout_seconds, read)
-        for answer in sent.of_devices(answers):
-            if isinstance(answer, BranchReports):
-                yield from answer.answers
-            else:
-                yield answer
+        heads = sent.heads(
+            trains=False,
+            num_tensors=len(image.layout.spans),
+            num_needed=0,
+            timeout_seconds=timeout_seconds,
+        )
+        answers = self._send_model("evaluate", sent, heads, image, timeout_seconds, read)
+        return sent.of_clients(answers)
 
     def _expect_replies(self, num_needed: int) -> None:
         if self._own is not None:
@@ -264,21 +212,21 @@ class GridFleet:
     def _send_model(
         self,
         message_type: str,
-        plans: Mapping[str, Plan],
-        branches: Mapping[str, BranchPlans],
+        sent: SentPlans,
+        others: Mapping[str, WireMessage],
         image: SentModel,
         timeout_seconds: float | None,
         read: Callable[[str, RecordDict], Answer],
     ) -> Iterator[Answer | Dropout]:
-        """Send each plan, and each aggregator its plans, with the model."""
+        """Send each plan, and the other nodes their heads, with the model."""
         if self._own is not None:
             self._own.offer_differences(image.difference_from)
         memory = image.buffer().toreadonly()
         array = records.flat_array(memory if self._own else bytes(memory), dtype="uint8")
-        heads: Mapping[str, Plan | BranchPlans] = {**plans, **branches}
+        heads: Mapping[str, WireMessage] = {**sent.direct, **others}
         contents = {name: records.content_of(head, array) for name, head in heads.items()}
-        types = dict.fromkeys(branches, f"{message_type}.branch")
-        round_number = next((plan.round for plan in plans.values()), 0)
+        types = dict.fromkeys(others, sent.kind(message_type))
+        round_number = next((plan.round for plan in sent.direct.values()), 0)
         return self._send(message_type, contents, str(round_number), timeout_seconds, read, types)
 
     def _send(

@@ -12,28 +12,29 @@ from flwr.app import Message
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.grid import HeadwaterGrid, MessageKind, ensure_message_id
 from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
-from headwater.common.tree.branch_messages import (
-    EVALUATE_BRANCH,
-    MAX_MEMBERS_BYTES,
-    MEMBERS,
-    TRAIN_BRANCH,
-    BranchPlans,
-)
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 
-# Messages of these types carry the model, which is sent to each node once per round.
-WITH_MODEL = ("train", "evaluate", TRAIN_BRANCH, EVALUATE_BRANCH)
 FROZEN = "query.frozen"
-# Messages to aggregators.
-OF_BRANCHES = (f"query.{MEMBERS}", TRAIN_BRANCH, EVALUATE_BRANCH)
 # Between two looks at who has connected during a round.
 LOOK_SECONDS = 0.5
 # Weight of the latest update in the moving average: a single page fault soon fades.
 TURN_WEIGHT = 0.2
+
+
+def _update_bytes(message: Message, num_parameters: int) -> int:
+    """Return the length of an update's vector; a masked update is sent in a later reply."""
+    return records.read(message.content, Plan).update_bytes(num_parameters)
+
+
+KINDS = {
+    "train": MessageKind(has_model=True, reply_bytes=_update_bytes),
+    "evaluate": MessageKind(has_model=True),
+}
+OTHER = MessageKind()
 
 
 class GrpcGrid(HeadwaterGrid):
@@ -49,6 +50,7 @@ class GrpcGrid(HeadwaterGrid):
         self._sent: dict[str, Message] = {}
         self._num_parameters = 0
         self._difference_from: FindDifference | None = None
+        self._kinds: dict[str, MessageKind] = {**KINDS}
         self._reply_bytes: dict[str, int] = {}
         self._num_needed = 0
         self._turn_seconds: float | None = None
@@ -74,6 +76,9 @@ class GrpcGrid(HeadwaterGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         return self._servicer.connected()
+
+    def learn(self, kinds: Mapping[str, MessageKind]) -> None:
+        self._kinds |= kinds
 
     def expect(self, request: DescribeRequest) -> None:
         self._servicer.require_layout(request.layout_digest, request.layout)
@@ -176,7 +181,7 @@ class GrpcGrid(HeadwaterGrid):
                 if arrival.message_id in awaited:
                     device_records.note_answer(awaited.pop(arrival.message_id))
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
-                is_update &= self._is_of_device(arrival.message_id)
+                is_update &= self._kind_of(arrival.message_id).is_length_exact
                 begun = time.monotonic()
                 yield from self._replies(arrival)
                 # The generator resumes when the round has checked and added this update.
@@ -196,9 +201,9 @@ class GrpcGrid(HeadwaterGrid):
         node_id = self._sent[message_id].metadata.dst_node_id
         return self._servicer.name_of(node_id) or f"node {node_id}"
 
-    def _is_of_device(self, message_id: str) -> bool:
+    def _kind_of(self, message_id: str) -> MessageKind:
         message = self._sent.get(message_id)
-        return message is not None and message.metadata.message_type not in OF_BRANCHES
+        return self._kinds.get("" if message is None else message.metadata.message_type, OTHER)
 
     def _measure_turn(self, seconds: float) -> None:
         before = seconds if self._turn_seconds is None else self._turn_seconds
@@ -215,35 +220,28 @@ class GrpcGrid(HeadwaterGrid):
                 arrival.staging.release()
 
     def _expected_bytes(self, message: Message) -> int:
-        """Return the length of the reply's vector; a masked update is sent in a later reply.
-
-        An aggregator's vector is at most so long.
-        """
-        kind = message.metadata.message_type
-        if kind == f"query.{MEMBERS}":
-            return MAX_MEMBERS_BYTES
-        if kind in OF_BRANCHES:
-            num_bytes = records.read(message.content, BranchPlans).answer_bytes
-            return num_bytes + (8 * self._num_parameters if kind == TRAIN_BRANCH else 0)
-        if kind != "train":
-            return self._reply_bytes.get(kind, 0)
-        plan = records.read(message.content, Plan)
-        return plan.update_bytes(self._num_parameters)
+        """Return the length of the reply's vector, or the most that it may have."""
+        name = message.metadata.message_type
+        reply_bytes = self._kinds.get(name, OTHER).reply_bytes
+        if reply_bytes is None:
+            return self._reply_bytes.get(name, 0)
+        return reply_bytes(message, self._num_parameters)
 
     def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
-        vector, kind = records.vector(message.content), message.metadata.message_type
-        is_model = vector is not None and kind in WITH_MODEL
+        vector, name = records.vector(message.content), message.metadata.message_type
+        kind = self._kinds.get(name, OTHER)
+        is_model = vector is not None and kind.has_model
         head_json = records.head_json(message.content)
-        is_frozen = vector is not None and kind == FROZEN
+        is_frozen = vector is not None and name == FROZEN
         return DeviceInstruction(
             node_id=message.metadata.dst_node_id,
             message_id=message_id,
-            message_type=kind,
+            message_type=name,
             head_json=head_json,
             image=memoryview(vector or b"") if is_model else None,
             difference_from=self._difference_from if is_model else None,
             reply_bytes=self._expected_bytes(message),
-            is_length_exact=kind not in OF_BRANCHES,
+            is_length_exact=kind.is_length_exact,
             frozen=memoryview(vector or b"") if is_frozen else None,
             frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",
             vector=b"" if is_model or is_frozen else bytes(vector or b""),

@@ -2,7 +2,7 @@
 
 A device that lacks the frozen part of the model is sent it then, and joins when it has it.
 
-A node may be an aggregator, which lists devices of its own (``server.flower.branches``).
+A node may answer for devices of its own, and lists them (``server.flower.intermediaries``).
 
 A device that is slow to answer, for example a Raspberry Pi that imports torch and tests its task,
 joins a later round. A known device can be asked again, for example after it was left out of a
@@ -21,7 +21,6 @@ from flwr.serverapp import Grid
 from rich.filesize import decimal
 
 from headwater.common.errors import (
-    AggregatorRefused,
     ConnectionLost,
     CorruptUpdate,
     FrozenPartMissing,
@@ -34,7 +33,7 @@ from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.wording import counted
-from headwater.server.flower.branches import Branches
+from headwater.server.flower.intermediaries import Intermediaries
 from headwater.server.refused_devices import RefusedDevices
 
 log = logging.getLogger(__name__)
@@ -64,9 +63,6 @@ class PendingDescription:
     """Whether the log says that the answer is late."""
 
 
-RefusalOfBranch = Callable[[str], AggregatorRefused | None]
-
-
 class Registration:
     """The nodes of a grid and their descriptions."""
 
@@ -75,9 +71,9 @@ class Registration:
         grid: Grid,
         *,
         clock: Callable[[], float] = time.monotonic,
-        refusal_of_branch: RefusalOfBranch = lambda name: None,
+        intermediaries: Intermediaries | None = None,
     ) -> None:
-        """``refusal_of_branch`` says of a device why it may be no aggregator; None: it may."""
+        """``intermediaries`` are the nodes that answer for others; None: there are none."""
         self.reports: dict[int, DeviceReport] = {}
         self.refused: dict[int, HeadwaterError] = {}
         self.refusals = RefusedDevices()
@@ -85,8 +81,7 @@ class Registration:
         """The model whose frozen part is sent to the devices that lack it."""
         self.busy: set[int] = set()
         """Nodes that work on plans of asynchronous rounds: no further message interrupts them."""
-        self.branches = Branches(grid, clock=clock)
-        self._refusal_of_branch = refusal_of_branch
+        self.intermediaries = intermediaries or Intermediaries()
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
@@ -102,7 +97,7 @@ class Registration:
         devices of a fleet start at about the same time; the wait ends even if more newcomers come.
         No later round waits for a newcomer. The clients ``without`` are not among ``min_clients``.
         """
-        if self.branches.awaited() or self._num_clients(without) < min_clients:
+        if self.intermediaries.awaited() or self._num_clients(without) < min_clients:
             return False
         if not self._has_begun:
             now = self._clock()
@@ -121,7 +116,7 @@ class Registration:
             num_without = len(self.clients().keys() & set(without))
             more = f", without {num_without} that sit out" if num_without else ""
             return f"waiting: {number} of {counted(min_clients, 'client')} joined{more}"
-        if names := self.branches.awaited():
+        if names := self.intermediaries.awaited():
             return f"waiting for the list of devices of {', '.join(names)}"
         number = sum(not one.is_repeat for one in self._pending.values())
         return f"waiting for {counted(number, 'newcomer')} to answer"
@@ -137,7 +132,7 @@ class Registration:
         own = {one.name: one for one in self.reports.values() if not one.is_aggregator}
         if len(own) == len(self.reports):
             return own
-        return {**self.branches.devices(one.name for one in self.reports.values()), **own}
+        return {**self.intermediaries.clients(one.name for one in self.reports.values()), **own}
 
     def nodes(self) -> dict[str, int]:
         """Return the node of each client, and of each aggregator, by name."""
@@ -170,14 +165,14 @@ class Registration:
         self.reports = {n: r for n, r in self.reports.items() if n in present}
         self.refused = {n: e for n, e in self.refused.items() if n in present}
         self._ask_new(present, request)
-        if awaited := [*self._pending, *self.branches.pending]:
+        if awaited := [*self._pending, *self.intermediaries.pending]:
             for reply in self._grid.pull_messages(awaited):
                 self.take_reply(reply)
         self._forget_left(connected)
         self._note_silent()
         # After the replies: a round waits for the list of an aggregator that has just joined.
-        self.branches.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
-        self.branches.ask(request)
+        self.intermediaries.follow({n: r.name for n, r in self.reports.items() if r.is_aggregator})
+        self.intermediaries.ask(request)
 
     def _forget_left(self, connected: set[int]) -> None:
         """Forget the requests to nodes of Flower's own grid that have left and will not answer."""
@@ -189,7 +184,7 @@ class Registration:
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Ask known devices again, by name; skips devices that have not answered yet."""
-        self.branches.describe_again(requests)
+        self.intermediaries.describe_again(requests)
         asked = {one.node_id for one in self._pending.values()}
         nodes = {report.name: node for node, report in self.reports.items() if node not in asked}
         self._ask(
@@ -235,7 +230,7 @@ class Registration:
         """Take a description, or an aggregator's list; return False for any other reply."""
         pending = self._pending.pop(reply.metadata.reply_to_message_id, None)
         if pending is None:
-            return self.branches.take(reply)
+            return self.intermediaries.take(reply)
         try:
             report = self._report_of(reply, pending)
         except ConnectionLost as error:
@@ -274,8 +269,8 @@ class Registration:
         if pending.report is None:
             report = records.read(content, DeviceReport)
             self._check_name(pending.node_id, report.name)
-            if report.is_aggregator and (refusal := self._refusal_of_branch(report.name)):
-                raise refusal
+            if report.is_aggregator:
+                self.intermediaries.admit(report.name)
             return report
         done = records.read(content, FrozenReport)
         check_name(done.name, pending.report.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headwater.common.additivity.penalty import has_penalty
 from headwater.common.errors import SettingsError
-from headwater.common.optimizers.local_optimizer import local_optimizer
+from headwater.common.local_training.local_optimizer import local_optimizer
+from headwater.common.local_training.local_terms import local_terms
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.local_training.step_correction import correct_steps
 from headwater.server.rounds.features import RunFeature, RunState
@@ -27,7 +28,7 @@ class CorrectedRounds(RunFeature):
                 remedy="add the penalty's gradient in the algorithm, and leave it out of the task",
             )
         if algorithm is None:
-            terms = local.terms(run.settings.plan)
+            terms = local_terms(local, run.settings.plan)
             local_optimizer(terms, run.image.trainable(), rate=local.rate)
 
     def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:

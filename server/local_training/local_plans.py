@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import DescribeRequest
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 from headwater.server.local_training.local_round import LocalRound, local_round
@@ -55,7 +55,7 @@ def algorithm_of(settings: Settings) -> tuple[LocalTerms | None, str | None]:
     the number of steps, and without it there are none.
     """
     label = settings.algorithm.label
-    terms = settings.local.terms(settings.plan) if settings.local.is_on else None
+    terms = local_terms(settings.local, settings.plan) if settings.local.is_on else None
     if settings.algorithm.name is not None and terms is not None:
         terms = LocalTerms(is_normalized=True) if terms.is_normalized else None
     return terms, label

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.optimizers.local_optimizer import held_bytes
-from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.local_training.local_optimizer import held_bytes
+from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 
@@ -79,7 +79,7 @@ def local_round(chosen: Settings, *, num_parameters: int) -> LocalRound | None:
     local, plan = chosen.local, chosen.plan
     if not local.is_on:
         return None
-    terms = local.terms(plan) if chosen.algorithm.name is None else LocalTerms()
+    terms = local_terms(local, plan) if chosen.algorithm.name is None else LocalTerms()
     return LocalRound(
         step_examples=local.step_examples(plan),
         epochs=local.num_epochs,
@@ -99,7 +99,7 @@ def described_local(chosen: Settings) -> str:
         amount = f"{local.num_steps:,} {steps} on each device"
     own = f"local {local.kind} at {local.rate:g}"
     pull = f", proximal {local.mu:g}" if local.mu else ""
-    corrected = ", normalized" if local.terms(plan).is_normalized else ""
+    corrected = ", normalized" if local_terms(local, plan).is_normalized else ""
     if chosen.algorithm.name is not None:
         own, pull, corrected = f"the client algorithm {chosen.algorithm.label}", "", ""
     return f"{amount} of {own}{pull}{corrected}"

@@ -4,7 +4,7 @@ Wang et al. 2020, "Tackling the objective inconsistency problem in heterogeneous
 optimization", equations 7 and 8. A device that takes twice as many steps moves about twice as far,
 so that a mean of differences weighs its data twice, and converges to a point between the devices'
 own optima that is no optimum of their sum. Each device therefore divides its difference by the
-length of its own path (``common.optimizers.local_optimizer.path_length``), and the server
+length of its own path (``common.local_training.local_optimizer.path_length``), and the server
 multiplies the mean by the mean length: the direction is that of one step each, and the length that
 of a usual round.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from headwater.common.local_training.local_optimizer import path_length
 from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import Plan, ReportFields
-from headwater.common.optimizers.local_optimizer import path_length
 from headwater.server.aggregation.round_reports import RoundSum
 
 

@@ -1,1 +1,1 @@
-"""The page of a run: the fleet and the training, live in a browser or in a file."""
+"""The page of a run: the fleet and the training, live in a browser."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
-from headwater.server.page.device_tiles import Tile
-from headwater.server.page.diagnosis import diagnose
-from headwater.server.page.round_points import Point
+from headwater.server.report.device_tiles import Tile
+from headwater.server.report.diagnosis import diagnose
+from headwater.server.report.round_points import Point
 
 TICK_SECONDS = 0.5
 MAX_SHARE = 0.02  # of a core; ticks are rarer where the thread would take more

@@ -18,12 +18,12 @@ from headwater.common.errors import HeadwaterError, RoundAborted
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
-from headwater.server.page import device_tiles as tiles_of
-from headwater.server.page.device_points import newest, parts_of
-from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
-from headwater.server.page.history import DeviceHistories, RoundHistory
-from headwater.server.page.replay import read_lines
-from headwater.server.page.round_points import (
+from headwater.server.report import device_tiles as tiles_of
+from headwater.server.report.device_points import newest, parts_of
+from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
+from headwater.server.report.history import DeviceHistories, RoundHistory
+from headwater.server.report.replay import read_lines
+from headwater.server.report.round_points import (
     Point,
     label,
     point_of,

@@ -10,7 +10,6 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -30,8 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwater.common.transport.tls import is_loopback
 from headwater.server.page.hub import MAX_LISTENERS, Hub, Shown
+from headwater.server.report.report import STATIC
 
-STATIC = Path(__file__).parent / "static"
 FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.is_file()}
 COOKIE = "headwater-page"
 HEADERS = {

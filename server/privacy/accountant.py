@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headwater.common.errors import PrivacySpent, SettingsError
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 from headwater.common.system.portability import optional_module
 
 Events = Sequence[tuple[float, int]]

@@ -10,7 +10,7 @@ from headwater.common.errors import CountOutOfRange
 from headwater.common.messages import Update
 from headwater.common.model.vectors import squared_norm
 from headwater.common.privacy.clipping import clip_to_norm
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.terms import Terms
 
 log = logging.getLogger(__name__)

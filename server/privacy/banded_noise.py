@@ -26,7 +26,7 @@ from headwater.common.errors import (
     TooFewClients,
 )
 from headwater.common.privacy.discrete_gaussian import CHUNK, RandomBits, draw
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.schema import PrivacySettings
 from headwater.common.system.atomic_file import (
     OWNER_ONLY,

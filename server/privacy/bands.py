@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from headwater.common.privacy.discrete_gaussian import MAX_SIGMA, sigma_above
 from headwater.common.privacy.noise_shares import sensitivity
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 
 COEFFICIENT_BITS = 6
 """The coefficients are whole numbers of 2^-6; c_0 is 1."""

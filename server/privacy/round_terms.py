@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from headwater.common.messages import Plan
 from headwater.common.privacy.noise_shares import FLOAT32_ROUNDING
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.settings.schema import Settings
 from headwater.server.privacy.clip_norm import ClipNorm

@@ -21,7 +21,8 @@ from headwater.common.privacy.noise_shares import (
     plain_scale_bits,
     plain_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms, Unit
+from headwater.common.privacy.terms import PrivacyTerms
+from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.planning.device_estimates import told
@@ -102,7 +103,7 @@ class RunPrivacy:
         return self._accountant.delta
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> PrivacyUnit:
         """What the epsilon is for."""
         return self._settings.privacy.unit
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import CheckpointCorrupt, StateError
-from headwater.common.privacy_terms import Unit
+from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
 from headwater.server.privacy.example_epochs import ExampleEpochs, from_json
@@ -114,7 +114,7 @@ def write_events(
     *,
     epsilon: float,
     delta: float,
-    unit: Unit,
+    unit: PrivacyUnit,
     epochs: ExampleEpochs | None = None,
     banded: Mapping[str, Any] | None = None,
 ) -> None:

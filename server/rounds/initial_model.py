@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
-from headwater.common.model.adapter import with_base
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import tensors_of, with_wrappers
 from headwater.common.model.trained_model import (
@@ -29,6 +28,7 @@ from headwater.common.model.trained_model import (
     load_state,
     model_file,
     read_model,
+    with_base,
 )
 from headwater.common.model.vectors import all_finite
 from headwater.common.wording import counted
@@ -64,15 +64,7 @@ def load_initial(image: ModelImage, path: Path) -> None:
     own = tensors_of(image.model)
     tensors = with_wrappers(image.model, read)
     if record.base_digest is not None:
-        tensors = dict(
-            with_base(
-                image.model,
-                tensors,
-                file,
-                base_digest=record.base_digest,
-                local_parameters=image.local_parameters,
-            )
-        )
+        tensors = dict(with_base(image.model, record, tensors, file, image.local_parameters))
     elif record.headwater is None:
         tensors = _with_tied(_renamed(tensors, own, file), own)
     local = {name: value for name, value in own.items() if name in image.local_names}

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from headwater import __version__
 from headwater.common.errors import StateError
-from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.parameters import ModelImage, state_dict
 from headwater.common.model.tensor_file import without_wrappers, write_tensors
-from headwater.common.model.trained_model import ModelRecord
+from headwater.common.model.trained_model import ADAPTER, ModelRecord
 from headwater.common.settings.keywords import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer

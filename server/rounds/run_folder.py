@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.model.adapter import has_adapter
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.changes import changes, optimizer_of, values_of
@@ -241,5 +240,5 @@ def save_last(folder: Path, training: Training) -> None:
         return
     with training.optimizer.kept_weights():
         save_model(folder / MODEL, image, training.settings, round_number=number)
-        if has_adapter(image.model):
+        if any(not parameter.requires_grad for parameter in image.model.parameters()):
             save_adapter(folder, image, training.settings, round_number=number)

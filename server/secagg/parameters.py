@@ -15,7 +15,7 @@ from headwater.common.errors import (
 )
 from headwater.common.privacy.clip_bit import bit_scalar
 from headwater.common.privacy.noise_shares import check_room, private_clip
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import Encoding, RingBits, plan_encoding
 from headwater.common.secagg.graph import SECURITY_BITS, Mode, ceil_fraction, graph_size
 from headwater.common.secagg.hadamard_rotation import rotated_encoding

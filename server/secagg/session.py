@@ -18,14 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.common.compression.encoding import Coding, coding_of
-from headwater.common.compression_terms import CompressionTerms
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReadyReport
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.phases import Phase
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import WIDE_CLIP, WIDE_RING
 from headwater.common.secagg.masked_numbers import bounds_of
 from headwater.common.secagg.plan_digest import plan_digest
-from headwater.common.secagg.protocol import PHASES, Phase, Request, SessionNumber
+from headwater.common.secagg.protocol import PHASES, Request, SessionNumber
 from headwater.common.settings.schema import SecureSettings
 from headwater.common.terms import SumOf
 from headwater.server.fleet import Dropout, Fleet

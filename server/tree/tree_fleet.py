@@ -13,9 +13,9 @@ from typing import Any
 
 from headwater.common.errors import SettingsError
 from headwater.common.flower.sent_model import SentModel
-from headwater.common.messages import DescribeRequest, EvaluateReport, Plan
+from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, WireMessage
 from headwater.common.model.parameters import ModelImage
-from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.phases import Phase
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Fleet, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.tree.aggregator import Aggregator
@@ -76,7 +76,7 @@ class TreeFleet:
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,

@@ -152,12 +152,13 @@ class BatchedCompute:
             raise VectorsTooLarge(
                 f"local steps of {num_parameters:,} parameters are no faster in one pass"
             )
+        from headwater.common.local_training.local_terms import local_terms
         from headwater.simulation.vectorised.stacked_steps import StackedSteps
 
         steps = StackedSteps(
             devices.trainer,
             self._examples,
-            chosen.local.terms(chosen.plan),
+            local_terms(chosen.local, chosen.plan),
             rate=chosen.local.rate,
             takes_batches=self._model.takes_batches,
         )

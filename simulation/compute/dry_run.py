@@ -210,9 +210,9 @@ def _held_bytes(devices: Devices, plan: Plan) -> int:
     """Return what the plan's local steps hold beside model and gradient; 0 for an exact sum."""
     if not plan.repeats_examples:
         return 0
+    from headwater.common.local_training.local_optimizer import held_bytes
+    from headwater.common.local_training.local_terms import LocalTerms
     from headwater.common.local_training.terms import LocalPlan
-    from headwater.common.optimizers.local_optimizer import held_bytes
-    from headwater.common.optimizers.local_terms import LocalTerms
 
     local, number = plan.of(LocalPlan), devices.trainer.image.layout.num_parameters
     assert local is not None

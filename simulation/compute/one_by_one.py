@@ -15,8 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.features import own_rounds
+from headwater.client.features import algorithm_for, own_rounds
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
 from headwater.common.flower.sent_model import SentModel

@@ -16,11 +16,11 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import client_app
 from headwater.client.device.bandwidth import DOWNLOAD, UPLOAD
 from headwater.client.flower.request import SIMULATED
 from headwater.client.secagg.pending import pending_in
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.errors import ConnectionLost, SettingsError
 from headwater.common.flower import records
 from headwater.common.messages import Plan

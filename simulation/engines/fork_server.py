@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.flower.node import Node
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.connection import Connection, stay_connected

@@ -14,15 +14,9 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
-from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
 from headwater.common.flower.sent_model import SentModel
-from headwater.common.messages import (
-    DescribeRequest,
-    EvaluateReport,
-    Plan,
-    Update,
-)
+from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, Update, WireMessage
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
@@ -44,10 +38,11 @@ from headwater.simulation.fleet.devices import (
 from headwater.simulation.fleet.faults import TRAIN
 from headwater.simulation.fleet.fleet_spec import too_few_simulated
 from headwater.simulation.fleet.random_events import may_vanish, vanishes_at
+from headwater.simulation.fleet.virtual_hardware import moved_bytes
 from headwater.simulation.reports.data_survey import report_left_out
 
 if TYPE_CHECKING:
-    from headwater.common.secagg.protocol import Phase, Request
+    from headwater.common.phases import Phase
 
 
 class LocalFleet:
@@ -162,7 +157,7 @@ class LocalFleet:
             if isinstance(answer, Update):  # with the sums beside the model's, or without its own
                 self._bytes_up += plans[answer.name].update_bytes(num_values)
             else:
-                self._bytes_up += num_updates * upload_bytes(self._settings, num_values)
+                self._bytes_up += num_updates * moved_bytes(self._settings, num_values)[1]
             if isinstance(answer, Update):
                 answer = self._after_absence(answer)
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):
@@ -242,7 +237,7 @@ class LocalFleet:
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,

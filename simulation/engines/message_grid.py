@@ -14,9 +14,9 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import STATE
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id

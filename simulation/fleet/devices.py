@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.flower.state_file import local_file
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import SettingsError

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
 from headwater.client.energy.throttle import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.data.batches import batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.layout import ModelLayout
+from headwater.common.named_objects import part_of
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
@@ -192,6 +192,15 @@ class VirtualHardware:
         )
 
 
+def moved_bytes(settings: Settings, num_values: int) -> tuple[int, int]:
+    """Return the bytes that a round moves for a device, down and up, as planned."""
+    modes = settings.compression.down, settings.compression.up, settings.secure.aggregation
+    if all(mode == "off" for mode in modes):
+        return 4 * num_values, 4 * num_values
+    planned = part_of("headwater.common.compression.planned_bytes")
+    return planned.download_bytes(settings, num_values), planned.upload_bytes(settings, num_values)
+
+
 @functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
 def _vitals(
     limit_bytes: int, line: Line | None, is_on_battery: bool | None, rate: float, share: float
@@ -270,7 +279,7 @@ def build_hardware(
         current,
         layout.num_parameters,
         num_local=layout.num_local,
-        transfer_bytes=download_bytes(settings, num_values) + upload_bytes(settings, num_values),
+        transfer_bytes=sum(moved_bytes(settings, num_values)),
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
         client_settings=settings.client,

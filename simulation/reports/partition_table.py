@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from headwater.client.algorithms.run_trainer import run_trainer
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.data.client_datasets import ClientDatasets
 from headwater.common.data.columns import column_of
 from headwater.common.data.partition import Column, DisjointPartition

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwater.common.optimizers.local_optimizer import local_optimizer
-from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.local_training.local_optimizer import local_optimizer
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 
 # Of the trial: an operator may round otherwise at another place of a vector.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.data.batches import UnsupportedBatch
+from headwater.common.local_training.local_optimizer import held_bytes, path_length
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.model.vectors import squared_norm
-from headwater.common.optimizers.local_optimizer import held_bytes, path_length
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.task import loss_sum
 from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
 from headwater.simulation.vectorised.passes import tolerance_of

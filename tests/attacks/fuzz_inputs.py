@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.transport.limits import CHUNK_BYTES, PROTOCOL_VERSION
 from headwater.common.transport.wire_pb2 import (

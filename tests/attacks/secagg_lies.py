@@ -8,7 +8,7 @@ from typing import Any
 
 from headwater.client.secagg.types import Floor, SessionRecord
 from headwater.common.privacy.clip_bit import bit_scalar
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import plan_encoding
 from headwater.common.secagg.hadamard_rotation import rotated_encoding
 from headwater.common.secagg.identity import SigningIdentity

@@ -12,7 +12,9 @@ import pytest
 
 from headwater.client.app import client_app
 from headwater.common.errors import SumOutOfRange
-from headwater.common.secagg.protocol import MaskReply, Phase, Request
+from headwater.common.messages import WireMessage
+from headwater.common.phases import Phase
+from headwater.common.secagg.protocol import MaskReply
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Dropout, Reply
 from headwater.server.flower.grid_fleet import GridFleet
@@ -36,7 +38,7 @@ class FalseCounts(GridFleet):
         """How many devices each session asked to mask."""
 
     def converse(
-        self, phase: Phase, requests: Mapping[str, Request], **rest: Any
+        self, phase: Phase, requests: Mapping[str, WireMessage], **rest: Any
     ) -> Iterator[Reply | Dropout]:
         if phase.action == "masked_update":
             self.sizes.append(len(requests))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import app
 from headwater.client.flower.node import Node
 from headwater.client.secagg.pending import pending_in
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport.exchange import Exchange
 from headwater.common.errors import ProtocolMismatch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.common.errors import MaskingRequired, PrivacyRequired
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from tests.masked import NodeDevice, model, plan
 
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")

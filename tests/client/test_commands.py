@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 
 import headwater
-from headwater.client.algorithms.run_trainer import trainer_of
 from headwater.client.commands import take_part
+from headwater.client.trainer.run_trainer import trainer_of
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import AggregatorRefused, HeadwaterError
 from headwater.common.model.parameters import ModelImage

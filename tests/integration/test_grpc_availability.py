@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.app import app as own_app
 from headwater.client.energy.availability import LEAD_SECONDS, ROUND_SLACK_BYTES, Availability
 from headwater.client.flower.node import Node
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport import leaving as departure

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 from tests.processes import (
     Processes,
     hold_rounds,

@@ -11,11 +11,11 @@ import pytest
 from playwright.sync_api import Browser
 
 from headwater.server.operations.round_log import REPORT
-from headwater.server.page.report import write_report
+from headwater.server.report.report import write_report
 from tests.browser import IS_SHOWN, Tab, chromium, move_all_sliders, move_slider, tab
 from tests.processes import Process, Processes, port_of, rows, write_task
 from tests.round_rows import row
-from tests.server.page.test_replay import write
+from tests.server.report.test_replay import write
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""How much of its features the core knows: numbers that may only fall (see ``LIMITS``)."""
+"""The core knows no feature, and loads none that is off; how much it loads may only fall."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.features import LIMITS, OUTER, ROOMS
+from tests.laws.features import ALWAYS, LIMITS, OUTER, ROOMS
 from tests.laws.test_structure import ROOT, imports, sources
 from tests.processes import free_port
 
@@ -19,6 +19,12 @@ from tests.processes import free_port
 OF_FEATURES = frozenset(
     ("secure", "privacy", "compression", "local", "asynchronous", "algorithm", "rule", "attackers")
 )
+AT_TEXT = {
+    *("client/flower/request.py", "client/flower/state_file.py", "common/model/trained_model.py"),
+    *("common/terms.py", "server/rounds/admission.py"),
+}
+"""The files of the core that name a feature's place, for what they may meet: an entry of a state
+file, an adapter, a plan's terms."""
 COUNT = """
 import atexit, json, sys
 def write():
@@ -81,13 +87,26 @@ def check(what: str, found: Sequence[str]) -> None:
     assert len(found) > limit - 3, f"{what} fell to {len(found)}: write it into LIMITS"
 
 
-@pytest.mark.parametrize("package", ["client", "common", "server"])
-def test_imports_of_features_in_the_core_only_fall(package: str) -> None:
-    check(f"imports, {package}", found_imports()[package])
+def test_the_core_imports_no_feature() -> None:
+    assert found_imports() == {"client": [], "common": [], "server": []}
 
 
-def test_reads_of_features_settings_in_the_server_s_core_only_fall() -> None:
-    check("reads of settings", found_reads())
+def test_the_server_s_core_reads_no_feature_s_settings() -> None:
+    assert found_reads() == []
+
+
+def test_features_are_imported_by_the_core_where_it_says_so_alone() -> None:
+    """A place in a text, as ``part_of`` and ``import_module`` take, stands in few files."""
+    found = {
+        name
+        for name, tree in sources().items()
+        if name in core_files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if feature_of(node.value.partition(":")[0].removeprefix("headwater.").replace(".", "/"))
+        and node.value.startswith("headwater.")
+    }
+    assert found == AT_TEXT
 
 
 def test_each_room_of_a_feature_is_there() -> None:
@@ -103,7 +122,14 @@ def modules_of(module: str, arguments: Sequence[object], out: Path) -> subproces
 
 def modules_in(path: Path) -> list[str]:
     names: list[str] = json.loads(path.read_text())
+    loaded = {feature for name in names if (feature := feature_of(file_of(name))) is not None}
+    assert loaded <= ALWAYS, "a plain run loads what is off"
     return names
+
+
+def file_of(module: str) -> str:
+    path = module.removeprefix("headwater.").replace(".", "/")
+    return f"{path}/" if (ROOT / path).is_dir() else f"{path}.py"
 
 
 DIGITS = ("--task", ROOT / "examples" / "digits.py:Digits", "--threads", 1)

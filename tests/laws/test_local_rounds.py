@@ -18,9 +18,9 @@ import headwater
 from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, window
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import DeviceReport, Plan, Update, Vitals
 from headwater.common.model.parameters import build_model
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line

@@ -25,7 +25,7 @@ from headwater.common.privacy.noise_shares import (
     sensitivity,
     share_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import CLIP_BIT
 from headwater.common.secagg.protocol import NUM_CLIPPED
 from headwater.server.secagg.unmask_phase import UnmaskedSum

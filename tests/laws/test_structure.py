@@ -53,6 +53,8 @@ MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/plan_features.py", "client/flower/", "common/flower/"),
     *("client/masked_rounds/", "client/offline/offline_plans.py"),
     *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
+    *("server/asynchronous/dispatched_plans.py", "server/asynchronous/dispatching_grid_fleet.py"),
+    "server/tree/branches.py",
 )
 MAY_IMPORT_GRPC = ("client/transport/", "server/transport/")
 PUBLIC_FLOWER = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}

@@ -1,6 +1,6 @@
 """A feature whose folders are gone: a plain run has the same bits, and its flag is refused by name.
 
-What says its settings and terms (``*_terms.py``) stays: its flags are known, and refused by name.
+What says its settings stays: its flags are known, and refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.laws.features import ROOMS
+from tests.laws.features import ALWAYS, ROOMS
 from tests.laws.test_structure import ROOT
 
 PACKAGES = ("common", "client", "server", "simulation", "aggregator")
@@ -22,8 +22,8 @@ PLAIN = (
     *("--task", "examples/digits.py:Digits", "--clients", "3", "--rounds", "2", "--threads", "1"),
     *("--accumulation-steps", "2", "--micro-batch-size", "8", "--optimizer", "sgd"),
 )
-# The features that can be taken out, with flags that turn them on in the simulator. The others act
-# in each run, or the core still knows them (``features.LIMITS``).
+# The features that can be taken out, with flags that turn them on in the simulator. All but what a
+# device gives less on battery (``energy``), which acts in each run as its settings are by default.
 FLAGS: dict[str, tuple[str, ...]] = {
     "robust": ("--aggregation", "median"),
     "selection": ("--best", "accuracy"),
@@ -37,13 +37,22 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "offline": (),
     "standby": (),
     "enrolment": (),
+    "page": (),
+    "frozen": (),
+    "compression": ("--compress", "int8"),
+    "local_training": ("--local-steps", "2"),
+    "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
 }
 
 
+def test_every_feature_can_be_taken_out() -> None:
+    assert ROOMS.keys() - FLAGS.keys() == ALWAYS
+
+
 def copy_without(feature: str, target: Path) -> Path:
     """Copy the packages but for a feature's rooms, with links to the files."""
-    gone = tuple(room for room in ROOMS[feature] if not room.endswith("_terms.py"))
+    gone = ROOMS[feature]
     for package in (*PACKAGES, "examples"):
         for path in (ROOT / package).rglob("*"):
             name = str(path.relative_to(ROOT))

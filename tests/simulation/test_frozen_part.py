@@ -14,9 +14,8 @@ from torch import nn
 
 import headwater
 from headwater.common.errors import FrozenPartMismatch, ModelMismatch
-from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.layout import layout_of
-from headwater.common.model.trained_model import MODEL
+from headwater.common.model.trained_model import ADAPTER, MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
 from headwater.client.compression.residual_slots import STALE_SECONDS, ResidualFiles
-from headwater.common.compression_terms import CompressionTerms, Method
+from headwater.common.compression.terms import CompressionTerms, Method
 from headwater.common.errors import StateError
 from headwater.common.messages import Plan, Update, UpdateReport
 from tests.plans import plan_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLabel
 from headwater.client.compression.residual_slots import ResidualsByCall
 from headwater.common.compression.encoding import coding_of
-from headwater.common.compression_terms import CompressionTerms
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.messages import Plan
 from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
 from tests.masked import plan as masked_plan

@@ -15,7 +15,7 @@ from headwater.client.growing_data.listing import listing_digest
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.messages import UpdateReport
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.sources import load
 from tests.plans import plan_of
 
@@ -69,7 +69,7 @@ class Device:
         self.restart()
 
     def restart(self) -> None:
-        from headwater.client.algorithms.run_trainer import run_trainer, trainer_of
+        from headwater.client.trainer.run_trainer import run_trainer, trainer_of
 
         trainer_of.cache_clear()
         self.trainer: Trainer = run_trainer(self._settings)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import Plan
-from headwater.common.optimizers.local_terms import LocalTerms
 from tests.client.training.power_cuts import PowerCut, assert_same, cut_off, device, done, spool
 from tests.client.training.power_cuts import seen_by as micro_batches_of
 from tests.training_contexts import plan

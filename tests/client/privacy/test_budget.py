@@ -15,7 +15,7 @@ from headwater.client.privacy.budget import Spent, SpentFile
 from headwater.client.privacy.example_spending import UpdateCost
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import PrivacyTerms, rho_of
+from headwater.common.privacy.terms import PrivacyTerms, rho_of
 from headwater.common.settings.schema import PrivacySettings
 from tests.faults import FaultPlan
 from tests.masked import AppDevice, NodeDevice, opening_of, plan, play, ready, train

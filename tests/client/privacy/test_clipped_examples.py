@@ -26,7 +26,7 @@ from headwater.common.errors import TaskError
 from headwater.common.messages import Plan
 from headwater.common.privacy.clipping import clip_to_norm
 from headwater.common.privacy.noise_shares import FLOAT32_ROUNDING, plain_scale_bits, sensitivity
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from tests.tasks import (
     FINE,
     NAN_GRADIENT,

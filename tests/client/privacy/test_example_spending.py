@@ -26,7 +26,7 @@ from headwater.client.training.sampler import SamplerPosition, window
 from headwater.common.errors import PrivacyBudgetSpent
 from headwater.common.messages import Plan
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import PrivacyTerms, rho_of
+from headwater.common.privacy.terms import PrivacyTerms, rho_of
 from tests.masked import (
     AppDevice,
     NodeDevice,

@@ -12,9 +12,9 @@ from headwater.client.secagg.plan_policy import (
     most_planned,
 )
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.compression_terms import CompressionTerms
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings.schema import SecureSettings
 from tests.masked import plan

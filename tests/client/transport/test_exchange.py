@@ -24,7 +24,7 @@ from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ModelMismatch, ProtocolMismatch
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.sources import load
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Image, Instruction, Receipt

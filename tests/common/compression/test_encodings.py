@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.common.compression.encoding import Coding
-from headwater.common.compression_terms import BLOCK, SPAN, CompressionTerms, Method
+from headwater.common.compression.terms import BLOCK, SPAN, CompressionTerms, Method
 from headwater.common.errors import CorruptUpdate, HeadwaterError, NonFiniteUpdate
 from headwater.common.model.vectors import CHUNK
 from headwater.common.sums.encoded_vector import EncodedVector

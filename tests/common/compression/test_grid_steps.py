@@ -14,7 +14,7 @@ from headwater.common.compression.grid_steps import (
     nearest_on_grid,
     piece_bytes,
 )
-from headwater.common.compression_terms import BLOCK
+from headwater.common.compression.terms import BLOCK
 from headwater.common.errors import CorruptUpdate
 
 

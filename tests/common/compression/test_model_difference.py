@@ -14,7 +14,7 @@ from headwater.common.compression.model_difference import (
     movement,
     movement_from_zero,
 )
-from headwater.common.compression_terms import planned_difference_bytes
+from headwater.common.compression.terms import planned_difference_bytes
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
 

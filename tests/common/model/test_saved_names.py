@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwater.common.model.adapter import ADAPTER
 from headwater.common.model.local_parameters import local_names
 from headwater.common.model.parameters import ModelImage, build_model
-from headwater.common.model.trained_model import MODEL, load_model
+from headwater.common.model.trained_model import ADAPTER, MODEL, load_model
 from headwater.common.settings.schema import Settings
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.model_files import save_adapter, save_model

@@ -30,7 +30,7 @@ from headwater.common.privacy.noise_shares import (
     share_sigma,
 )
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import PrivacyTerms, joint_multiplier
+from headwater.common.privacy.terms import PrivacyTerms, joint_multiplier
 
 NUM_VALUES = 10_000
 

@@ -24,7 +24,7 @@ from headwater.common.privacy.noise_shares import (
     sensitivity,
     share_sigma,
 )
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.fixed_point import Encoding, encode_in_place, plan_encoding
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 
 CASES = [
     (z, count, delta) for z in (0.6, 2.0, 10.0) for count in (1, 100) for delta in (1e-5, 1e-8)

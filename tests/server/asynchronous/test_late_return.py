@@ -20,9 +20,9 @@ from headwater.common.messages import Plan, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
+from headwater.server.asynchronous.dispatching_grid_fleet import DispatchingGridFleet
 from headwater.server.asynchronous.plans_out import FILE, PlansOut
 from headwater.server.asynchronous.staleness import TIMES_OF_FRESH, times_of
-from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import run
@@ -160,7 +160,7 @@ def refused_in(plan: Plan) -> int | None:
 def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
     settings = asynchronous(rounds=12)
     link, rows = Link(tmp_path), list[RoundRow]()
-    fleet, seen = GridFleet(link), Models(link, back_after=6)
+    fleet, seen = DispatchingGridFleet(link), Models(link, back_after=6)
     rounds = BufferedRounds(fleet, settings)
     training = Training(settings, run_id=RUN)
     run(training, fleet, on_round=rows.append, observer=seen, run_round=rounds)
@@ -184,7 +184,7 @@ def test_a_stale_sum_is_refused_once_though_the_device_does_not_hear_of_it(tmp_p
     """No receipt reaches a device of this network, so it keeps its sum until a plan tells it."""
     settings = asynchronous(rounds=12, max_staleness=3)
     link, rows = Link(tmp_path), list[RoundRow]()
-    fleet, seen = GridFleet(link), Models(link, back_after=6)
+    fleet, seen = DispatchingGridFleet(link), Models(link, back_after=6)
     rounds, training = BufferedRounds(fleet, settings), Training(settings, run_id=RUN)
     run(training, fleet, on_round=rows.append, observer=seen, run_round=rounds)
     refusing = [row for row in rows if "d1" in row.refused]
@@ -206,7 +206,7 @@ def test_a_plan_without_offline_windows_says_nothing_of_a_refusal(tmp_path: Path
     """A device of an earlier version refuses a plan with a field that it does not know."""
     settings = asynchronous(num_windows=1, rounds=6)
     link, rows = Boasting(tmp_path, is_lost_in="none"), list[RoundRow]()
-    fleet, training = GridFleet(link), Training(settings, run_id=RUN)
+    fleet, training = DispatchingGridFleet(link), Training(settings, run_id=RUN)
     rounds = BufferedRounds(fleet, settings)
     run(training, fleet, on_round=rows.append, run_round=rounds)
     assert [list(row.refused) for row in rows if row.refused] == [["d1"]]
@@ -233,7 +233,7 @@ def test_a_sum_counts_though_its_server_is_killed_before_the_first_step(
     out, rows = tmp_path / "out", list[RoundRow]()
     out.mkdir()
     before = asynchronous(rounds=3, out=out)
-    fleet = GridFleet(Stopping(tmp_path))
+    fleet = DispatchingGridFleet(Stopping(tmp_path))
     with pytest.raises(Stopped):
         run(
             Training(before, run_id=RUN),
@@ -245,7 +245,7 @@ def test_a_sum_counts_though_its_server_is_killed_before_the_first_step(
     assert run_position(out, resume=True) == (RUN, 0)
     plan = before.plan.model_copy(update={"micro_batch_size": quota_after // 3})
     after = before.model_copy(update={"plan": plan})
-    fleet = GridFleet(Link(tmp_path, is_lost_in="none"))
+    fleet = DispatchingGridFleet(Link(tmp_path, is_lost_in="none"))
     run(
         Training(after, run_id=RUN),
         fleet,
@@ -264,7 +264,7 @@ def test_a_run_that_begins_ignores_the_plans_of_another_run_in_its_folder(tmp_pa
     settings = asynchronous(rounds=3, out=out)
     other = Plan(round=1, run_seed=0, model_version=0, quota=QUOTA // 3, micro_batch_size=1)
     PlansOut(settings).add({"d1": other, "d9": other}, version=0)
-    fleet = GridFleet(Stopping(tmp_path))
+    fleet = DispatchingGridFleet(Stopping(tmp_path))
     training = Training(settings, run_id=RUN)
     with pytest.raises(Stopped):
         run(
@@ -294,7 +294,7 @@ def test_a_run_killed_before_its_first_plans_resumes_without_those_of_another_ru
     settings = asynchronous(rounds=3, out=out)
     other = Plan(round=1, run_seed=0, model_version=0, quota=QUOTA // 3, micro_batch_size=1)
     PlansOut(settings).add({"d1": other}, version=0)
-    fleet = GridFleet(Link(tmp_path))
+    fleet = DispatchingGridFleet(Link(tmp_path))
     with pytest.raises(Stopped):
         run(
             Training(settings, run_id=RUN),
@@ -312,7 +312,7 @@ def test_plans_are_written_after_the_checkpoint_of_their_model(tmp_path: Path) -
     out = tmp_path / "out"
     (out / FILE).mkdir(parents=True)  # plans cannot be written there
     settings = asynchronous(rounds=3, out=out)
-    fleet = GridFleet(Link(tmp_path))
+    fleet = DispatchingGridFleet(Link(tmp_path))
     with pytest.raises(StateError, match=FILE):
         run(
             Training(settings, run_id=RUN),
@@ -369,7 +369,7 @@ def test_a_standby_has_each_plan_before_a_device_gets_it(tmp_path: Path) -> None
     shared = open_run(chosen, lambda *, resume: chosen, is_standby=False, resume=False)
     assert shared is not None
     link = Followed(tmp_path, chosen)
-    fleet, training = GridFleet(link), Training(chosen, run_id=RUN)
+    fleet, training = DispatchingGridFleet(link), Training(chosen, run_id=RUN)
     training.share(shared.publish)
     with shared.serving():
         run(training, fleet, on_round=lambda _: None, run_round=BufferedRounds(fleet, chosen))

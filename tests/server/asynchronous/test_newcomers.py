@@ -12,11 +12,11 @@ from headwater.common.flower import records
 from headwater.common.messages import Plan
 from headwater.common.secagg.terms import MaskingTerms
 from headwater.server.asynchronous.buffered_rounds import BufferedRounds
-from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.asynchronous.dispatching_grid_fleet import DispatchingGridFleet
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.run_state import Training
 from tests.masked import RUN, settings_of
-from tests.server.flower.test_dispatched_plans import Answering
+from tests.server.asynchronous.test_dispatched_plans import Answering
 
 NEWCOMER = 5
 
@@ -52,7 +52,7 @@ def test_a_newcomer_s_plan_counts_no_client_that_was_lost() -> None:
         secure={"aggregation": "semi-honest"},
     )
     wire = Joining(1, 2, 3, 4)
-    fleet = GridFleet(wire)
+    fleet = DispatchingGridFleet(wire)
     with pytest.raises(Joined):
         BufferedRounds(fleet, settings)(Training(settings, run_id=RUN), fleet, Observer())
     plans = [records.read(message.content, Plan) for message in wire.plans]

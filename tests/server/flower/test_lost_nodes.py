@@ -15,8 +15,8 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.parameters import ModelImage
+from headwater.server.asynchronous.dispatching_grid_fleet import DispatchingGridFleet
 from headwater.server.fleet import Dropout
-from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import DESCRIBE, Registration
 
 REQUEST = DescribeRequest(run_seed=0, wants_speed=True, layout_digest="same", num_parameters=1)
@@ -70,8 +70,8 @@ class SuperLink(Grid):
         raise NotImplementedError
 
 
-def fleet_on(grid: SuperLink, nodes: int) -> GridFleet:
-    fleet = GridFleet(grid)
+def fleet_on(grid: SuperLink, nodes: int) -> DispatchingGridFleet:
+    fleet = DispatchingGridFleet(grid)
     fleet.describe(REQUEST, min_clients=nodes)
     return fleet
 

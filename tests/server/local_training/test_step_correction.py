@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.training.context import TrainingContext
+from headwater.common.local_training.local_optimizer import path_length
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import Plan
-from headwater.common.optimizers.local_optimizer import path_length
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.local_training.step_correction import correct_steps, mean_path_length
 from tests.plans import changed, local_of

@@ -11,13 +11,14 @@ from headwater.common.messages import DeviceReport, Plan
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.page import replay, run_view
-from headwater.server.page.round_points import MAX_NAME_CHARACTERS
+from headwater.server.page import run_view
 from headwater.server.page.run_view import MAX_KEPT_PARTS, RunView
+from headwater.server.report import replay
+from headwater.server.report.round_points import MAX_NAME_CHARACTERS
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.transport.device_records import DeviceRecords
 from tests.round_rows import row
-from tests.server.page.test_replay import write
+from tests.server.report.test_replay import write
 
 PLAN = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=4)
 

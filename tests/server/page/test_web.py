@@ -16,11 +16,11 @@ from headwater.common.errors import InsecureAddress, SettingsError
 from headwater.server.enrolment.authority import make_authority
 from headwater.server.page.hub import Hub
 from headwater.server.page.page_server import check_page_address, serving
-from headwater.server.page.replay import FinishedRun
 from headwater.server.page.web import FILES, page_app
+from headwater.server.report.replay import FinishedRun
 from tests.certificates import credentials_of
 from tests.round_rows import row
-from tests.server.page.test_replay import write
+from tests.server.report.test_replay import write
 
 TOKEN = "a-secret-of-this-run"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headwater.common.errors import PrivacySpent
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 from headwater.server.privacy.accountant import (
     Accountant,
     largest_rho,

@@ -21,7 +21,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import Plan
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.privacy.accountant import largest_rho

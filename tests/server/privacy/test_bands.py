@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import sensitivity
 from headwater.common.privacy.spending import epsilon_of
-from headwater.common.privacy_terms import PrivacyTerms, rho_of
+from headwater.common.privacy.terms import PrivacyTerms, rho_of
 from headwater.server.privacy.banded_noise import BandedNoise
 from headwater.server.privacy.bands import (
     banded_scale_bits,

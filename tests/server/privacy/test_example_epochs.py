@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerState, window
-from headwater.common.privacy_terms import rho_of
+from headwater.common.privacy.terms import rho_of
 from headwater.server.privacy.accountant import epsilon_of
 from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share, from_json
 

@@ -19,7 +19,7 @@ from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import build_model
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
-from headwater.common.privacy_terms import PrivacyTerms
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.privacy.round_terms import terms_of

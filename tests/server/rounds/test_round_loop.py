@@ -37,9 +37,10 @@ from headwater.common.messages import (
     ReadyReport,
     Update,
     UpdateReport,
+    WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.secagg.protocol import Phase, Request
+from headwater.common.phases import Phase
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
 from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
@@ -103,7 +104,7 @@ class Network:
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,

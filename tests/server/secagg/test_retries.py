@@ -23,14 +23,13 @@ from headwater.common.errors import (
     TooFewSurvivors,
     WrongShare,
 )
-from headwater.common.messages import ReadyReport
+from headwater.common.messages import ReadyReport, WireMessage
+from headwater.common.phases import Phase
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
     CheckReply,
     KeysReply,
     MaskReply,
-    Phase,
-    Request,
     SessionNumber,
     SharesReply,
     SurvivorsReply,
@@ -68,7 +67,7 @@ class CastFleet:
         self.cast, self.lies = cast, lies
 
     def converse(
-        self, phase: Phase, requests: Mapping[str, Request], **_: Any
+        self, phase: Phase, requests: Mapping[str, Any], **_: Any
     ) -> Iterator[Reply | Dropout]:
         for name, request in requests.items():
             session = self.cast.parties[name].session
@@ -322,7 +321,7 @@ class LyingFleet(GridFleet):
     def converse(
         self,
         phase: Phase,
-        requests: Mapping[str, Request],
+        requests: Mapping[str, WireMessage],
         *,
         vector: bytes | None = None,
         reply_bytes: int = 0,

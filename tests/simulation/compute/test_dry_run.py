@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.settings.sources import load
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.fleet.devices import ClientPlan, Devices

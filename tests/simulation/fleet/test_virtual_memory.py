@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headwater.client.algorithms.run_trainer import run_trainer
 from headwater.client.device.interfaces import Hardware
 from headwater.client.memory.peak_model import GUARD_SHARE
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.training.context import Identity
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from headwater.client.algorithms.run_trainer import run_trainer
+from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.additivity.trial_state import random_state
 from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import Settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.simulation.vectorised.stacked_optimizer import steps_each_row_alone
 
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}

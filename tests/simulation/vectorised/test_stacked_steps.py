@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.messages import ReportFields, Update
-from headwater.common.optimizers.local_terms import LocalTerms
 from headwater.common.settings.sources import load
 from headwater.server.fleet import UpdateBatch
 from headwater.simulation.compute.batched import BatchedCompute
@@ -71,7 +71,7 @@ def plans(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def clients_of(devices: Devices, work: list[dict[str, Any]]) -> list[ClientPlan]:
     local = devices.settings.local
-    terms: LocalTerms = local.terms(devices.settings.plan)
+    terms: LocalTerms = local_terms(local, devices.settings.plan)
     common: dict[str, Any] = {"round": 1, "run_seed": 0, "model_version": 0, "local": terms}
     return [
         ClientPlan(str(part), part, plan_of(**common, **own, local_learning_rate=local.rate))

@@ -19,15 +19,6 @@ from headwater.common.model.layout import layout_of
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.tensor_file import tensors_of
 
-ADAPTER = "adapter.safetensors"
-BASE_KEY = "base_digest"
-"""The metadata that an adapter file has beyond those of a model file."""
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Return whether a model has parameters that do not train."""
-    return any(not parameter.requires_grad for parameter in model.parameters())
-
 
 def with_base(
     model: nn.Module,

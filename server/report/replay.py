@@ -11,11 +11,11 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.log_limits import older_file
 from headwater.server.operations.round_log import ROUNDS, rows_of
-from headwater.server.page import device_tiles as tiles_of
-from headwater.server.page.device_points import RoundParts, parts_of
-from headwater.server.page.device_tiles import MAX_TILES, Tile, new_tile
-from headwater.server.page.history import DeviceHistories, RoundHistory
-from headwater.server.page.round_points import (
+from headwater.server.report import device_tiles as tiles_of
+from headwater.server.report.device_points import RoundParts, parts_of
+from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
+from headwater.server.report.history import DeviceHistories, RoundHistory
+from headwater.server.report.round_points import (
     Point,
     label,
     point_of,

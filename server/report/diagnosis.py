@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from headwater.server.page.round_points import Point
+from headwater.server.report.round_points import Point
 
 WINDOW = 20  # rounds that a diagnosis looks at
 MIN_ROUNDS = 3

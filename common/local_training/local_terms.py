@@ -14,6 +14,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headwater.common.settings.training import LocalSettings, PlanSettings
+
 MAX_ARGUMENTS, MAX_CHARACTERS = 16, 40
 
 OptimizerName = Annotated[str, Field(pattern=r"^[A-Za-z]+$", max_length=MAX_CHARACTERS)]
@@ -54,3 +56,18 @@ class LocalTerms:
     def of_text(text: str) -> LocalTerms:
         """Return the terms of a ``text``."""
         return LocalTerms(**json.loads(text))
+
+
+def local_terms(local: LocalSettings, plan: PlanSettings) -> LocalTerms:
+    """Return what the plans of a run say of the steps, but for their number and rate."""
+    chosen = local.step_correction
+    if chosen is None:
+        # FedAvg's devices take unlike numbers of steps by their data; its paper corrects none.
+        is_by_speed = local.num_epochs is None and plan.accumulation_steps is None
+        chosen = "normalized" if is_by_speed else "none"
+    return LocalTerms(
+        optimizer=local.kind,
+        arguments=dict(local.arguments),
+        proximal=local.mu,
+        is_normalized=chosen == "normalized",
+    )

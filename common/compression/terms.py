@@ -7,14 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from headwater.common.settings.rounds import CompressionSettings
 from headwater.common.terms import Terms
 
 Method = Literal["bfloat16", "int8", "top-k", "random-k"]
 
 BLOCK = 1024
 """Coordinates that share a scale in int8; the scale is a float32, 0.4 % of the block's bytes."""
-MIN_MASKED_FRACTION = 0.01
-"""What a masked update sends at least: a coordinate then waits for about 100 rounds at most."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
 
@@ -59,6 +58,15 @@ class CompressionTerms(Terms):
 
     def update_bytes(self, num_values: int) -> int:
         return self.num_bytes(num_values)
+
+
+def terms_of(settings: CompressionSettings) -> CompressionTerms | None:
+    """Return what a plan says of compression; None if updates are sent in float32."""
+    if settings.up == "off":
+        return None
+    return CompressionTerms(
+        method=settings.up, fraction=settings.fraction, feedback=settings.feedback
+    )
 
 
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:

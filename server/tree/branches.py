@@ -11,26 +11,40 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, ClassVar
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from headwater.common.errors import HeadwaterError
+from headwater.common.errors import AggregatorRefused, HeadwaterError
 from headwater.common.flower import records
-from headwater.common.messages import (
-    DescribeRequest,
-    DeviceReport,
-    Plan,
+from headwater.common.flower.grid import MessageKind
+from headwater.common.messages import DescribeRequest, DeviceReport, Plan, WireMessage
+from headwater.common.model.layout import ModelLayout
+from headwater.common.tree.branch_messages import (
+    EVALUATE_BRANCH,
+    MAX_MEMBERS_BYTES,
+    MEMBERS,
+    TRAIN_BRANCH,
+    BranchHead,
+    BranchPlans,
+    Members,
+    MembersRequest,
 )
-from headwater.common.tree.branch_messages import MEMBERS, BranchHead, Members, MembersRequest
 from headwater.common.wording import counted
-from headwater.server.fleet import Dropout
-from headwater.server.tree.branch_wire import parse
+from headwater.server.fleet import BranchSum, Dropout
+from headwater.server.flower.intermediaries import Intermediaries, SentPlans
+from headwater.server.tree.branch_wire import (
+    BranchOrders,
+    BranchReports,
+    branch_plans,
+    parse,
+    read_evaluation,
+    read_sum,
+    replies_needed,
+)
 
 log = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 AGAIN_SECONDS = 1.0  # between two requests, while a round waits for devices
 # An aggregator that does not answer for so long is in no round until it does.
@@ -54,32 +68,102 @@ class Branch:
     """Why the last answer had no list; empty if it had."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DividedPlans:
+class DividedPlans(SentPlans):
     """A round's plans: those of the server's own devices, and each aggregator's by its name."""
 
-    direct: Mapping[str, Plan]
-    branches: Mapping[str, Mapping[str, Plan]]
+    def __init__(
+        self,
+        *,
+        direct: Mapping[str, Plan],
+        branches: Mapping[str, Mapping[str, Plan]],
+        order: BranchOrders,
+    ) -> None:
+        """``order`` makes an aggregator's order of its plans."""
+        super().__init__(direct)
+        self.branches = branches
+        self._order = order
 
     @property
     def sizes(self) -> list[int]:
         """The devices that each reply may count for."""
         return [1] * len(self.direct) + [len(plans) for plans in self.branches.values()]
 
-    def of_devices(self, answers: Iterable[Answer]) -> Iterator[Answer | Dropout]:
+    def replies_needed(self, num_needed: int) -> int:
+        return replies_needed(self.sizes, num_needed)
+
+    def heads(
+        self, *, trains: bool, num_tensors: int, num_needed: int, timeout_seconds: float | None
+    ) -> Mapping[str, WireMessage]:
+        num_plans = sum(self.sizes)
+        return {
+            name: branch_plans(
+                own,
+                self._order(own) if trains else None,
+                num_tensors=num_tensors,
+                num_needed=max(num_needed - (num_plans - len(own)), 0),
+                timeout_seconds=timeout_seconds,
+            )
+            for name, own in self.branches.items()
+        }
+
+    def kind(self, message_type: str) -> str:
+        return f"{message_type}.branch"
+
+    def read_sum(self, name: str, content: RecordDict, layout: ModelLayout) -> BranchSum:
+        return read_sum(*_parts(content), self.branches[name], layout)
+
+    def read_tests(self, name: str, content: RecordDict) -> BranchReports:
+        return read_evaluation(*_parts(content), self.branches[name])
+
+    def of_clients(self, answers: Iterable[Any]) -> Iterator[Any]:
         """Yield the answers; a lost aggregator's is one for each of its devices."""
         for answer in answers:
             if isinstance(answer, Dropout) and answer.name in self.branches:
                 for name in self.branches[answer.name]:
                     yield Dropout(name=name, error=answer.error)
+            elif isinstance(answer, BranchReports):
+                yield from answer.answers
             else:
                 yield answer
 
 
-class Branches:
+def _parts(content: RecordDict) -> tuple[BranchHead, memoryview | bytes]:
+    """Return the head and the vector of an aggregator's answer."""
+    return records.read(content, BranchHead), records.vector(content) or b""
+
+
+def _tests_bytes(message: Message, num_parameters: int) -> int:
+    return records.read(message.content, BranchPlans).answer_bytes
+
+
+def _sum_bytes(message: Message, num_parameters: int) -> int:
+    return 8 * num_parameters + _tests_bytes(message, num_parameters)
+
+
+class Branches(Intermediaries):
     """The aggregators of a grid, by node."""
 
-    def __init__(self, grid: Grid, *, clock: Callable[[], float] = time.monotonic) -> None:
+    kinds: ClassVar[Mapping[str, MessageKind]] = {
+        f"query.{MEMBERS}": MessageKind(
+            reply_bytes=lambda message, num_parameters: MAX_MEMBERS_BYTES, is_length_exact=False
+        ),
+        TRAIN_BRANCH: MessageKind(has_model=True, reply_bytes=_sum_bytes, is_length_exact=False),
+        EVALUATE_BRANCH: MessageKind(
+            has_model=True, reply_bytes=_tests_bytes, is_length_exact=False
+        ),
+    }
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        order: BranchOrders,
+        refusal: Callable[[str], AggregatorRefused | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``order`` makes their orders; ``refusal`` says why a node may be none; None: it may."""
+        self._order = order
+        self._refusal = refusal
         self._grid = grid
         self._clock = clock
         self._branches: dict[int, Branch] = {}
@@ -88,6 +172,10 @@ class Branches:
         self._left_out: dict[str, str] = {}
         self._twice: set[str] = set()
         """Devices that were listed by two nodes; each is logged once."""
+
+    def admit(self, name: str) -> None:
+        if (refusal := self._refusal(name)) is not None:
+            raise refusal
 
     def begin_round(self) -> None:
         """Request every list again before the round is planned.
@@ -185,12 +273,12 @@ class Branches:
 
     def describe_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Let the aggregators ask these devices again, with the next request for their lists."""
-        own = self.devices().keys()
+        own = self.clients().keys()
         self._left_out = {
             name: request.left_out or "" for name, request in requests.items() if name in own
         }
 
-    def devices(self, taken: Iterable[str] = ()) -> dict[str, DeviceReport]:
+    def clients(self, taken: Iterable[str] = ()) -> dict[str, DeviceReport]:
         """Return all devices of the aggregators, without those whose names are ``taken``."""
         found: dict[str, DeviceReport] = {}
         taken = set(taken)
@@ -210,7 +298,7 @@ class Branches:
             names = [name for name in branch.devices if name in own and name not in taken]
             if names:
                 branches[branch.name] = {name: own.pop(name) for name in names}
-        return DividedPlans(direct=own, branches=branches)
+        return DividedPlans(direct=own, branches=branches, order=self._order)
 
     def _forget(self, node: int) -> None:
         self._branches.pop(node, None)

@@ -7,9 +7,7 @@ on the first examples that a process opens, and ``check_task`` switches both off
 
 from __future__ import annotations
 
-import functools
-
-from headwater.client.algorithms.lookup import algorithm_of
+from headwater.client.features import algorithm_of, algorithm_trial
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
@@ -51,11 +49,7 @@ def trainer_of(
     seed: int,
 ) -> Trainer:
     """Return the trainer of a task and an algorithm; settings as a whole are no key of a cache."""
-    algorithm, trial = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json)), None
-    if algorithm is not None:
-        from headwater.client.algorithms.trial import try_algorithm  # most runs have none
-
-        trial = functools.partial(try_algorithm, algorithm)
+    algorithm = algorithm_of(AlgorithmSettings.model_validate_json(algorithm_json))
     return Trainer(
         task,
         batch_norm=batch_norm,
@@ -64,5 +58,5 @@ def trainer_of(
         limits=MemoryLimits(memory_limit_bytes),
         check_task=check_task,
         seed=seed,
-        trial=trial,
+        trial=algorithm_trial(algorithm),
     )

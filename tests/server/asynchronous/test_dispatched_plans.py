@@ -13,8 +13,8 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
-from headwater.server.flower import dispatched_plans
-from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.asynchronous import dispatched_plans
+from headwater.server.asynchronous.dispatching_grid_fleet import DispatchingGridFleet
 from tests.common.system.test_bounded_memory import is_in_file
 from tests.server.flower.test_registration import REQUEST, Wire
 
@@ -44,7 +44,7 @@ class Answering(Wire):
 
 def test_clients_that_join_while_a_buffer_fills_share_one_copy_of_its_model() -> None:
     wire, image = Answering(1, 2, 3), ModelImage(nn.Linear(2, 1))
-    fleet = GridFleet(wire)
+    fleet = DispatchingGridFleet(wire)
     fleet.describe(REQUEST, min_clients=3)
     for name, step in (("d1", 1), ("d2", 1), ("d3", 2)):
         chosen = Plan(round=step, run_seed=0, model_version=step - 1, quota=1, micro_batch_size=1)
@@ -57,7 +57,7 @@ def test_clients_that_join_while_a_buffer_fills_share_one_copy_of_its_model() ->
 
 def test_a_client_that_loses_its_link_before_any_answer_is_not_asked_again() -> None:
     wire, image = Answering(1, 2), ModelImage(nn.Linear(2, 1))
-    fleet = GridFleet(wire)
+    fleet = DispatchingGridFleet(wire)
     fleet.describe(REQUEST, min_clients=2)
     chosen = Plan(round=1, run_seed=0, model_version=0, quota=1, micro_batch_size=1)
     fleet.dispatch({"d1": chosen}, image, round_number=1)
@@ -73,7 +73,7 @@ def test_the_models_of_many_steps_with_plans_out_take_bounded_memory(
     image = ModelImage(nn.Linear(2, 1))
     monkeypatch.setattr(dispatched_plans, "MODELS_RAM_BYTES", 2 * image.layout.num_bytes)
     wire = Answering(*range(1, 6))
-    fleet = GridFleet(wire)
+    fleet = DispatchingGridFleet(wire)
     fleet.describe(REQUEST, min_clients=5)
     for step in range(1, 6):
         chosen = Plan(round=step, run_seed=0, model_version=step - 1, quota=1, micro_batch_size=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import Plan, ReportFields, Vitals
-from headwater.server.page.round_points import Point, finite, label
+from headwater.server.report.round_points import Point, finite, label
 
 Tile = dict[str, Any]
 MAX_WHY_CHARACTERS = 300

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.server.page.round_points import Point, Row, field_of, finite
+from headwater.server.report.round_points import Point, Row, field_of, finite
 from headwater.server.rounds.round_row import ClientRows
 
 # The field of a client's row for each figure; a masked client's row has those of its plan.

@@ -10,7 +10,7 @@ import pytest
 from headwater.common.errors import SettingsError
 from headwater.server.operations.log_limits import older_file
 from headwater.server.operations.round_log import ROUNDS, row_to_dict
-from headwater.server.page.replay import FinishedRun
+from headwater.server.report.replay import FinishedRun
 from tests.round_rows import masked, row
 
 

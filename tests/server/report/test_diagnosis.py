@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.server.page.diagnosis import MIN_ROUNDS, diagnose
-from headwater.server.page.round_points import Point, point_of
+from headwater.server.report.diagnosis import MIN_ROUNDS, diagnose
+from headwater.server.report.round_points import Point, point_of
 from tests.round_rows import masked, row
 
 

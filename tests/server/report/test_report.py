@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headwater.server.operations.round_log import REPORT
-from headwater.server.page import report
+from headwater.server.report import report
 from tests.round_rows import client, row
-from tests.server.page.test_replay import write
+from tests.server.report.test_replay import write
 
 HOSTILE = "</script><script>alert(1)</script>"
 

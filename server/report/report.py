@@ -13,8 +13,8 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import natural
 from headwater.server.operations.round_log import REPORT
-from headwater.server.page.diagnosis import diagnose
-from headwater.server.page.replay import FinishedRun
+from headwater.server.report.diagnosis import diagnose
+from headwater.server.report.replay import FinishedRun
 from headwater.server.rounds.observer import Observer
 
 log = logging.getLogger(__name__)

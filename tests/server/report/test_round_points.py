@@ -6,7 +6,7 @@ import json
 import math
 
 from headwater.server.operations.round_log import row_to_dict
-from headwater.server.page.round_points import MAX_NAME_CHARACTERS, point_of
+from headwater.server.report.round_points import MAX_NAME_CHARACTERS, point_of
 from tests.round_rows import masked, row
 
 

@@ -13,13 +13,13 @@ from headwater.common.flower import records
 from headwater.common.messages import DeviceReport, Plan
 from headwater.common.settings.schema import Settings
 from headwater.common.tree.branch_messages import MEMBERS, Members, MembersRequest
-from headwater.server.app import refusal_of_branch
 from headwater.server.fleet import Dropout
 from headwater.server.flower import grid_fleet
-from headwater.server.flower.branches import SILENT_BRANCH_SECONDS, DividedPlans
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.registration import Registration
 from headwater.server.tree.branch_wire import members_payload
+from headwater.server.tree.branches import SILENT_BRANCH_SECONDS, Branches, DividedPlans
+from headwater.server.tree.trusted_aggregators import refusal_of_branch
 from tests.server.flower.test_registration import REQUEST, Wire
 
 
@@ -29,9 +29,9 @@ class Tree:
     def __init__(self, *nodes: int, refusal: AggregatorRefused | None = None) -> None:
         self.now = 0.0
         self.wire = Wire(*nodes)
-        self.found = Registration(
-            self.wire, clock=lambda: self.now, refusal_of_branch=lambda name: refusal
-        )
+        clock = lambda: self.now  # noqa: E731
+        self.branches = branches_of(self.wire, refusal=refusal, clock=clock)
+        self.found = Registration(self.wire, clock=clock, intermediaries=self.branches)
         self.found.update(REQUEST)
         self.wire.new_requests()
         for node in nodes:
@@ -49,9 +49,17 @@ class Tree:
         self.found.update(REQUEST)
 
     def begin_round(self) -> dict[int, Message]:
-        self.found.branches.begin_round()
+        self.branches.begin_round()
         self.found.update(REQUEST)
         return self.asked()
+
+
+def no_order(plans: Any) -> Any:
+    raise AssertionError("no plans are sent")
+
+
+def branches_of(grid: Any, *, refusal: AggregatorRefused | None = None, **clock: Any) -> Branches:
+    return Branches(grid, order=no_order, refusal=lambda name: refusal, **clock)
 
 
 def list_of(request: Message, *names: str, examples: int = 10) -> Message:
@@ -92,7 +100,7 @@ def test_an_aggregator_s_devices_are_the_clients_and_not_the_aggregator() -> Non
     tree.list(asked[1], "x", "y")
     tree.list(asked[2], "z")
     assert sorted(tree.found.clients()) == ["x", "y", "z"]
-    divided = tree.found.branches.divide(plans_of("x", "y", "z"), ["a1", "a2"])
+    divided = tree.branches.divide(plans_of("x", "y", "z"), ["a1", "a2"])
     assert {name: sorted(plans) for name, plans in divided.branches.items()} == {
         "a1": ["x", "y"],
         "a2": ["z"],
@@ -121,7 +129,7 @@ def test_each_round_waits_for_the_lists_of_all_aggregators() -> None:
 
 def test_the_first_round_waits_for_an_aggregator_that_joins_with_enough_devices() -> None:
     wire = Wire(1, 2)
-    found = Registration(wire, refusal_of_branch=lambda name: None)
+    found = Registration(wire, intermediaries=branches_of(wire))
     found.update(REQUEST)
     wire.new_requests()
     wire.answer(1)
@@ -137,10 +145,8 @@ def test_the_first_round_waits_for_an_aggregator_that_joins_with_enough_devices(
 def test_a_server_that_waits_for_a_list_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = GridFleet(
-        OneAggregator(may_list=lambda: not fleet_has_list or bool(caplog.messages)),
-        refusal_of_branch=lambda name: None,
-    )
+    grid = OneAggregator(may_list=lambda: not fleet_has_list or bool(caplog.messages))
+    fleet = GridFleet(grid, intermediaries=branches_of(grid))
     fleet_has_list = False
     fleet.describe(REQUEST, min_clients=1)
     fleet_has_list = True
@@ -165,13 +171,13 @@ def test_a_device_in_two_branches_counts_in_one(caplog: pytest.LogCaptureFixture
     tree.list(asked[1], "x", "moved")
     tree.list(asked[2], "moved", "z")
     assert sorted(tree.found.clients()) == ["moved", "x", "z"]
-    divided = tree.found.branches.divide(plans_of("x", "moved", "z"), ["a1", "a2"])
+    divided = tree.branches.divide(plans_of("x", "moved", "z"), ["a1", "a2"])
     assert [len(plans) for plans in divided.branches.values()] == [2, 1]
     assert "moved is listed by a2, and connected elsewhere" in caplog.text
     asked = tree.begin_round()
     tree.list(asked[1], "x")
     tree.list(asked[2], "moved", "z")
-    divided = tree.found.branches.divide(plans_of("x", "moved", "z"), ["a1", "a2"])
+    divided = tree.branches.divide(plans_of("x", "moved", "z"), ["a1", "a2"])
     assert [len(plans) for plans in divided.branches.values()] == [1, 2]
 
 
@@ -204,13 +210,15 @@ def test_a_lost_aggregator_s_devices_leave_with_it() -> None:
 
 def test_a_lost_answer_is_one_dropout_for_each_device_of_the_branch() -> None:
     plans = plans_of("x", "y", "z")
-    sent = DividedPlans(direct={"z": plans["z"]}, branches={"a1": plans_of("x", "y")})
+    sent = DividedPlans(
+        direct={"z": plans["z"]}, branches={"a1": plans_of("x", "y")}, order=no_order
+    )
     error: HeadwaterError = ConnectionLost("a1 lost its connection")
     answers: Iterable[Any] = [
         Dropout(name="a1", error=error),
         Dropout(name="z", error=ConnectionLost("z left")),
     ]
-    assert [answer.name for answer in sent.of_devices(answers)] == ["x", "y", "z"]
+    assert [answer.name for answer in sent.of_clients(answers)] == ["x", "y", "z"]
     assert sent.sizes == [1, 2]
 
 

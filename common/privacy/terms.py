@@ -10,14 +10,14 @@ vectors were within the bound (``common.privacy.clip_bit``), the vectors' noise 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.terms import Terms
 
 Bound = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-Unit = Literal["device", "example"]
 Multiplier = Annotated[float, Field(ge=0.01, le=1e6, allow_inf_nan=False)]
 BitMultiplier = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 
@@ -61,7 +61,7 @@ class PrivacyTerms(Terms):
         return self
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> PrivacyUnit:
         """What one unit of the promise is: a device's whole part, or one example."""
         return "device" if self.example_bound is None else "example"
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headwater.common.errors import SettingsError
-from headwater.common.optimizers.local_terms import LocalTerms
+from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.optimizers.named_optimizer import (
     NOT_ON_SUMS,
     check_steps_on_sums,
