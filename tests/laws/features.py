@@ -40,6 +40,19 @@ ROOMS: dict[str, tuple[str, ...]] = {
 ALWAYS = {"energy"}
 """What acts in each run as its settings are by default: a device gives less on battery."""
 
+KNOWS: dict[str, set[str]] = {
+    "asynchronous": {"local_training", "offline", "secagg"},
+    "offline": {"local_training"},
+    "own_feature": {"local_training"},
+    "privacy": {"local_training", "secagg"},
+    "secagg": {"compression", "frozen", "local_training", "privacy"},
+    "standby": {"privacy"},
+    "tree": {"energy", "enrolment", "frozen"},
+}
+"""The features that each imports, beside the core. Masks and noise know each other, and no other
+two do: the ring must hold the noise (``server.secagg.parameters._encoding``), and each member's
+share of the noise follows from the session's survivors (``common.privacy.noise_shares``)."""
+
 # Applications, commands and services start features; so may the files at the top.
 OUTER = (
     *("client/cli.py", "client/commands.py", "client/api.py", "client/operations/"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.features import ALWAYS, LIMITS, OUTER, ROOMS
+from tests.laws.features import ALWAYS, KNOWS, LIMITS, OUTER, ROOMS
 from tests.laws.test_structure import ROOT, imports, sources
 from tests.processes import free_port
 
@@ -93,6 +93,18 @@ def test_the_core_imports_no_feature() -> None:
 
 def test_the_server_s_core_reads_no_feature_s_settings() -> None:
     assert found_reads() == []
+
+
+def test_features_import_the_core_and_few_others() -> None:
+    found: dict[str, set[str]] = {}
+    for name in sources():
+        for imported in imports(name):
+            feature, other = feature_of(name), feature_of(imported)
+            if feature and other and feature != other:
+                found.setdefault(feature, set()).add(other)
+    assert found == KNOWS
+    both = {(a, b) for a, others in KNOWS.items() for b in others if a in KNOWS.get(b, ())}
+    assert both == {("privacy", "secagg"), ("secagg", "privacy")}
 
 
 def test_features_are_imported_by_the_core_where_it_says_so_alone() -> None:
