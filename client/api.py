@@ -36,7 +36,7 @@ def take_part(
     num_parts: int | None = None,
     partition: str | None = None,
     client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
-    feature: str | type | None = None,
+    feature: str | type | list[str | type] | None = None,
     local_parameters: str | None = None,
     secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
     memory_limit: int | None = None,
@@ -67,7 +67,7 @@ def take_part(
         partition: how to split one data set (docs/data.md); not given: as the task does.
         client_algorithm: how this client makes its vector: an object with ``train(work)``, its
             class, or ``FILE.py:CLASS`` (docs/extend.md); the server must name the same.
-        feature: a feature of your own, as the server has it (docs/extend.md).
+        feature: a feature of your own, or several, as the server has it (docs/extend.md).
         local_parameters: those that stay here, as in ``head.*``; the server must name the same.
         secure_aggregation: send no update that the server could read.
         memory_limit: bytes that this process may use.

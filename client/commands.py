@@ -117,13 +117,15 @@ def check_task(settings: Settings) -> None:
         text = f"client algorithm {label}: it makes a finite vector of {number:,} values"
         console.print(text, soft_wrap=True, markup=False)
     if settings.feature.name is not None:
-        from headwater.common.own_feature.found import own_feature
+        from headwater.common.own_feature.found import own_features
         from headwater.common.system.console import console
 
-        found = own_feature(settings.feature)
-        side = "" if found is None or found.device is not None else ", nothing on a device"
-        text = f"feature {settings.feature.name}: found{side}; it is tried in the first round"
-        console.print(text, soft_wrap=True, markup=False)
+        for place, found in zip(
+            settings.feature.names, own_features(settings.feature), strict=True
+        ):
+            side = "" if found.device is not None else ", nothing on a device"
+            text = f"feature {place}: found{side}; it is tried in the first round"
+            console.print(text, soft_wrap=True, markup=False)
 
 
 def run_doctor(settings: Settings) -> None:

@@ -122,7 +122,7 @@ def own_parameters(image: ModelImage, built: Callable[[int], ModelImage]) -> Any
 def own_rounds(
     plan: Plan, settings: Settings, store: Callable[[str], LocalStore | None]
 ) -> Sequence[OwnRound]:
-    """Return what a feature of the user's does in a plan, in a list; ``store`` gives its place.
+    """Return what features of the user's do in a plan; ``store`` gives the place of a state.
 
     Raises:
         SettingsError: there is no such feature.
@@ -130,7 +130,7 @@ def own_rounds(
     if settings.feature.name is None:
         return ()
     found: Sequence[OwnRound] = _loaded("own_feature.own_round:own_rounds")(
-        plan, settings.feature, store("feature")
+        plan, settings.feature, store
     )
     return found
 

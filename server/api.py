@@ -37,7 +37,7 @@ def serve(
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
     client_algorithm: str | None = None,
-    feature: str | type | None = None,
+    feature: str | type | list[str | type] | None = None,
     local_parameters: str | None = None,
     cohort_size: int | None = None,
     deadline: float | None = None,
@@ -75,7 +75,8 @@ def serve(
         local_learning_rate: of the local steps, and of the parameters that stay on the clients.
         client_algorithm: the name of the client algorithm that the clients were started with.
         feature: a feature of your own, with the classes ``Terms``, ``Server`` and ``Device``, or
-            ``FILE.py:CLASS`` (docs/extend.md); the clients are started with the same.
+            ``FILE.py:CLASS``; or a list of several (docs/extend.md). The clients are started with
+            the same.
         local_parameters: those that stay on each client, as the clients were started with.
         cohort_size: clients invited per round; not given: all.
         deadline: seconds after which a round ends with the updates that it has.

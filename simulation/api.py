@@ -38,7 +38,7 @@ def simulate(
     local_steps: int | None = None,
     local_learning_rate: float | None = None,
     client_algorithm: str | ClientAlgorithm | type[ClientAlgorithm] | None = None,
-    feature: str | type | None = None,
+    feature: str | type | list[str | type] | None = None,
     local_parameters: str | None = None,
     cohort_size: int | None = None,
     partition: str | None = None,
@@ -78,7 +78,7 @@ def simulate(
         client_algorithm: how a client makes its vector: an object with ``train(work)``, its class,
             or ``FILE.py:CLASS`` (docs/extend.md); not given: the exact sum, or local steps.
         feature: a feature of your own, with the classes ``Terms``, ``Server`` and ``Device``, or
-            ``FILE.py:CLASS`` (docs/extend.md).
+            ``FILE.py:CLASS``; or a list of several (docs/extend.md).
         local_parameters: those that stay on each client, as in ``head.*`` (docs/extend.md).
         cohort_size: clients invited per round; not given: all.
         partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).
@@ -117,6 +117,10 @@ def simulate(
         return recorder.result
 
 
+def _is_object(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
 def _check_objects(settings: Settings) -> None:
     """Check that no other process would need a Python object of this one.
 
@@ -125,10 +129,10 @@ def _check_objects(settings: Settings) -> None:
     """
     chosen = settings.simulation
     named = {"task": settings.task, "client algorithm": settings.algorithm.name}
-    named["feature"] = settings.feature.name
+    named |= {"feature": next(filter(_is_object, settings.feature.names), None)}
     if chosen.engine == "flower-ray":
         named["optimizer"] = settings.optimizer.name
-    given = [key for key, name in named.items() if name is not None and name.startswith(PREFIX)]
+    given = [key for key, name in named.items() if name is not None and _is_object(name)]
     if not given or (chosen.engine == "in-process" and chosen.workers == 1):
         return
     how = f"engine={chosen.engine!r}" if chosen.engine != "in-process" else "simulation.workers"

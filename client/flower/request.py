@@ -133,7 +133,7 @@ def read_request(message: Message, context: Context, hardware_of: HardwareOf) ->
     """
     settings = from_run_config(context.run_config)
     if settings.feature.name is not None:  # before a plan with its terms is read
-        import_module("headwater.common.own_feature.found").own_feature(settings.feature)
+        import_module("headwater.common.own_feature.found").own_features(settings.feature)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     return DeviceRequest(

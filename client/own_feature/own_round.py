@@ -7,7 +7,7 @@ position.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import Plan
 from headwater.common.model.local_state import LocalStore
-from headwater.common.own_feature.found import own_feature
+from headwater.common.own_feature.found import OwnFeature, own_features
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.sums.named_sums import named_sums
 from headwater.common.user_code import running
@@ -34,17 +34,25 @@ PENDING = "."
 """Begins the names of pending tensors; a feature's own names begin otherwise."""
 
 
-def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) -> list[OwnRound]:
-    """Return what the device's own feature does in a plan that asks for it; in a list.
+def own_rounds(
+    plan: Plan, chosen: FeatureSettings, store: Callable[[str], LocalStore | None]
+) -> list[OwnRound]:
+    """Return what the device's own features do in a plan that asks for them, in their order.
+
+    ``store`` gives the place of a feature's state.
 
     Raises:
         SettingsError: there is no such feature.
-        FeatureMissing: the plan asks nothing of it, and the device requires that.
+        FeatureMissing: the plan asks nothing of one, and the device requires that.
         TaskFailed: its class raised.
     """
-    found = own_feature(chosen)
-    if found is None or found.device is None:
-        return []
+    found = (_own_round(one, plan, store(f"feature.{one.name}")) for one in own_features(chosen))
+    return [one for one in found if one is not None]
+
+
+def _own_round(found: OwnFeature, plan: Plan, store: LocalStore | None) -> OwnRound | None:
+    if found.device is None:
+        return None
     what, terms = f"the feature {found.name}", plan.terms.get(found.name)
     if terms is None:
         if getattr(found.device, "is_required", False):
@@ -54,11 +62,11 @@ def own_rounds(plan: Plan, chosen: FeatureSettings, store: LocalStore | None) ->
                 remedy="start the server with the same --feature",
             )
         _settle(store, plan.counted_round)
-        return []
+        return None
     with running(what, remedy=REMEDY):
         # In one process all clients are sent one object.
         device = found.device(terms.model_copy(deep=True))
-    return [OwnRound(device, plan, store, what=what)]
+    return OwnRound(device, plan, store, what=what)
 
 
 class OwnRound(Feature):

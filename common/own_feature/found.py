@@ -1,4 +1,4 @@
-"""Finds the feature that the settings name, and makes its terms known (docs/extend.md)."""
+"""Finds the features that the settings name, and makes their terms known (docs/extend.md)."""
 
 from __future__ import annotations
 
@@ -27,37 +27,48 @@ class OwnFeature:
     """Its class ``Device``; None if it has none."""
 
 
-def own_feature(chosen: FeatureSettings) -> OwnFeature | None:
-    """Return the feature that is named; None if none is.
+def own_features(chosen: FeatureSettings) -> list[OwnFeature]:
+    """Return the features that are named, in the order in which they act.
 
     Raises:
-        SettingsError: there is no such class, or it is no feature.
+        SettingsError: there is no such class, or it is no feature; or two have one name.
     """
-    if chosen.name is None:
-        return None
-    kind = find_named(chosen.name, what="feature")
+    found: dict[str, OwnFeature] = {}
+    for place in chosen.names:
+        one = _feature_at(place)
+        if one.name in found:
+            raise SettingsError(
+                f"two features have the name {one.name}",
+                remedy="name each once, or set another NAME in one of the classes",
+            )
+        found[one.name] = one
+    return list(found.values())
+
+
+def _feature_at(place: str) -> OwnFeature:
+    kind = find_named(place, what="feature")
     if not isinstance(kind, type):
         raise SettingsError(
-            f"the feature {chosen.name} is a {type(kind).__name__} and no class",
+            f"the feature {place} is a {type(kind).__name__} and no class",
             remedy="name the class itself, without constructing it",
         )
     name = getattr(kind, "NAME", None) or getattr(kind, "__name__", "").lower()
     server, device = getattr(kind, "Server", None), getattr(kind, "Device", None)
     if server is None and device is None:
         raise SettingsError(
-            f"the feature {chosen.name} has neither a class Server nor a class Device",
+            f"the feature {place} has neither a class Server nor a class Device",
             remedy="give it one of the two, or both (docs/extend.md)",
         )
     if not NAME.fullmatch(name) or name in KINDS:
         raise SettingsError(
-            f"the feature {chosen.name} has the name {name!r}, which is taken or no name (taken: "
+            f"the feature {place} has the name {name!r}, which is taken or no name (taken: "
             f"{', '.join(KINDS)})",
             remedy="set NAME in the class: letters, digits and underscores",
         )
     terms = getattr(kind, "Terms", None) or Terms
     if not (isinstance(terms, type) and issubclass(terms, Terms)):
         raise SettingsError(
-            f"the feature {chosen.name} has Terms that are no headwater.Terms",
+            f"the feature {place} has Terms that are no headwater.Terms",
             remedy="begin them with class Terms(headwater.Terms)",
         )
     if terms.__dict__.get("NAME") != name:

@@ -88,8 +88,8 @@ def _check_criterion(text: str) -> str:
     return text
 
 
-PATTERNS, PAIRS = "PATTERNS", "NAME=VALUE"
-"""The units of several patterns, or of names with values, in one text.
+PATTERNS, PAIRS, PLACES = "PATTERNS", "NAME=VALUE", "FILE.py:CLASS,..."
+"""The units of several patterns, of names with values, or of places of code, in one text.
 
 The flag may be repeated, and a file may have a list.
 """
@@ -105,6 +105,15 @@ def _joined_patterns(given: object) -> object:
     if not joined:
         raise ValueError("expected a pattern of names, as in head.*")
     return joined
+
+
+def _joined_places(given: object) -> object:
+    """Join a list of places of code by commas."""
+    if isinstance(given, list | tuple) and all(isinstance(one, str) for one in given):
+        given = ",".join(given)
+    if not isinstance(given, str):
+        return given
+    return ",".join(part.strip() for part in given.split(",") if part.strip()) or None
 
 
 def pairs_of(joined: str | None) -> dict[str, str]:
@@ -160,6 +169,7 @@ Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
 Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERNS)]
+Places = Annotated[str, BeforeValidator(_joined_places), Field(max_length=4000), Unit(PLACES)]
 Pairs = Annotated[
     str,
     BeforeValidator(_joined_patterns),

@@ -54,6 +54,12 @@ class Objects:
         self.by_name[name] = value
         return name
 
+    def names(self, value: Any) -> str | None:
+        """Return the name of a text or an object; of a list of them all, joined by commas."""
+        if isinstance(value, list | tuple):
+            return ",".join(self.name(one) or "" for one in value)
+        return self.name(value)
+
 
 def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Let a function of the Python API name what was meant by an unknown keyword.
@@ -90,7 +96,7 @@ class Call:
         self._resume = bool(arguments.get("resume", False))
         self._settings: GivenSettings = arguments["settings"]
         self._keywords = {
-            keys[name]: objects.name(value) if name in OBJECTS else value
+            keys[name]: objects.names(value) if name in OBJECTS else value
             for name, value in arguments.items()
             if name not in NO_SETTINGS and value is not None
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -16,6 +17,7 @@ from headwater.common.settings.fields import (
     Name,
     Part,
     Patterns,
+    Places,
     Rate,
     Scalar,
     Steps,
@@ -290,17 +292,18 @@ class AlgorithmSettings(Branch):
 
 
 class FeatureSettings(Branch):
-    """A feature of your own: what plans ask, and what both sides do (docs/extend.md)."""
+    """Features of your own: what plans ask, and what both sides do (docs/extend.md)."""
 
-    name: Annotated[str, Unit("FILE.py:CLASS")] | None = setting(
+    name: Places | None = setting(
         None,
         "feature of your own: state, sums beside the model's, selection, holders; the same on both "
-        "sides",
+        "sides; commas separate several, which act in this order",
         "--feature",
     )
     arguments: dict[str, Scalar | list[float]] = setting(
         {},
-        "an argument of the feature's server side, e.g. rate=0.1; devices get it in their plans",
+        "an argument of the feature's server side, e.g. rate=0.1, of one of several scaffold.rate="
+        "0.1; devices get it in their plans",
         "--feature-argument",
         on=RUNS,
     )
@@ -311,6 +314,11 @@ class FeatureSettings(Branch):
         if given and info.data.get("name", "") is None:
             raise ValueError("they are for a feature of your own: name it with --feature")
         return given
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The features, in the order in which they act."""
+        return () if self.name is None else self.name.split(",")
 
 
 def _plain(value: Any) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headwater.common.errors import SettingsError
 from headwater.common.named_objects import check_arguments
-from headwater.common.own_feature.found import own_feature
-from headwater.common.terms import Terms
+from headwater.common.own_feature.found import OwnFeature, own_features
+from headwater.common.terms import SumOf, Terms
 from headwater.common.user_code import running
 from headwater.server.planning import features as planning_features
 from headwater.server.planning.features import DraftPlan
@@ -46,17 +46,60 @@ class ServerFeature(RunFeature):
                 draft.ask(terms)
 
 
-def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
-    """Return the name and the server's side of the run's own feature; None if there is none.
+def own_run_features(run: RunState) -> dict[str, RunFeature]:
+    """Return the server's sides of the run's own features, by name, in their order.
 
     Raises:
-        SettingsError: there is no such feature, or its sums do not go with the other settings.
-        TaskFailed: it raised.
+        SettingsError: there is no such feature, or its sums do not go with the other settings; or
+            two have a sum of one name, or an encoding.
+        TaskFailed: one raised.
     """
     chosen = run.settings.feature
-    found = own_feature(chosen)
-    if found is None:
-        return None
+    features = own_features(chosen)
+    arguments = _arguments_of([one.name for one in features], chosen.arguments)
+    made = {one.name: _made(one, arguments[one.name], run) for one in features}
+    named: set[str] = set()
+    for name, feature in made.items():
+        asked = _sums_of(feature, run)
+        if both := named & asked.keys():
+            raise SettingsError(
+                f"the feature {name} has a sum {min(both)}, as one before it",
+                remedy="give the sums of your features names of their own",
+            )
+        named |= asked.keys()
+    coded = [one.name for one in features if one.terms.CODING is not None]
+    if len(coded) > 1:
+        raise SettingsError(
+            f"the features {' and '.join(coded)} each encode the update",
+            remedy="leave out one of the two",
+        )
+    return {**made}
+
+
+def _arguments_of(
+    names: Sequence[str], given: Mapping[str, Any]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return each feature's arguments: those of a single one may be without its name.
+
+    Raises:
+        SettingsError: an argument says of none of several features that it is for it.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in given.items():
+        name, dot, argument = key.partition(".")
+        if not dot and len(names) == 1:
+            name, argument = names[0], key
+        if name not in found or not argument:
+            raise SettingsError(
+                f"the argument {key} is for none of the features {', '.join(names)}",
+                remedy=f"say for which one: {names[0]}.{argument or key}=...",
+            )
+        found[name][argument] = value
+    return found
+
+
+def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> ServerFeature:
+    """Make the server's side of one feature, after its settings were checked."""
     what = f"the feature {found.name}"
     if found.name in {*rounds_features.FEATURES, *planning_features.FEATURES}:
         raise SettingsError(
@@ -66,11 +109,11 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
     settings = run.settings
     kind = found.server or ServerFeature
     _check_moments(kind, found.device, what=what)
-    check_arguments(kind, chosen.arguments, what=what, num_own=1)
+    check_arguments(kind, arguments, what=what, num_own=1)
     with running(what, remedy=REMEDY):
-        made: ServerFeature = _guarded(kind, what, Terms=found.terms)(run, **chosen.arguments)
+        made: ServerFeature = _guarded(kind, what, Terms=found.terms)(run, **arguments)
         terms = made.terms()
-    asked = {} if terms is None else terms.sums(run.image.layout.num_parameters)
+    asked = _sums_of(made, run)
     has_direction = _overrides(found.device, "direction")
     alone = "is for the model's sum alone"
     refused = {
@@ -116,7 +159,13 @@ def own_run_feature(run: RunState) -> tuple[str, RunFeature] | None:
     for why, is_refused in refused.items():
         if is_refused:
             raise SettingsError(f"{what} has {why}", remedy="change one of the two")
-    return found.name, made
+    return made
+
+
+def _sums_of(made: ServerFeature, run: RunState) -> Mapping[str, SumOf]:
+    """Return the sums that a feature asks for beside the model's."""
+    terms = made.terms()
+    return {} if terms is None else terms.sums(run.image.layout.num_parameters)
 
 
 def _guarded(kind: type[ServerFeature], what: str, **own: Any) -> Any:

@@ -229,8 +229,7 @@ def run_features(run: RunState) -> dict[str, RunFeature]:
         if is_on(run.settings):
             found[name] = part_of(place)(run)
     if run.settings.feature.name is not None:
-        own = part_of("headwater.server.own_feature.server_feature").own_run_feature(run)
-        found[own[0]] = own[1]
+        found |= part_of("headwater.server.own_feature.server_feature").own_run_features(run)
     return found
 
 

@@ -91,7 +91,7 @@ class Devices:
         if settings.task is None:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         if settings.feature.name is not None:  # before a plan with its terms is read
-            import_module("headwater.common.own_feature.found").own_feature(settings.feature)
+            import_module("headwater.common.own_feature.found").own_features(settings.feature)
         self.settings = settings
         self.fleet = fleet_spec(settings)
         self.num_devices = settings.simulation.clients

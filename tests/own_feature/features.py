@@ -36,6 +36,12 @@ class Pull:
             mean_P += self.terms.mu * (work.parameters_P - self.start_P)
 
 
+class SecondPull(Pull):
+    """Another one, of another strength."""
+
+    NAME = "second"
+
+
 class Histogram:
     """How many examples of each label the round's devices have used."""
 
@@ -197,6 +203,26 @@ class Counts:
             number = self.state.get("number", torch.zeros(1)) + 1
             self.state = {"number": number}
             self.sums = {"rounds": number}
+
+
+class CountsByTwo(Counts):
+    """Counts in steps of two, under the same name of a state."""
+
+    NAME = "bytwo"
+
+    class Terms(headwater.Terms):
+        def sums(self, num_values: int) -> dict[str, headwater.SumOf]:
+            return {"twos": headwater.SumOf(length=1)}
+
+    class Server(Counts.Server):
+        def committed(self, done: Any) -> None:
+            self.seen.append([float(one) for one in done.sums["twos"]])
+
+    class Device(headwater.DeviceFeature):
+        def end(self, work: headwater.DeviceWork) -> None:
+            number = self.state.get("number", torch.zeros(1)) + 2
+            self.state = {"number": number}
+            self.sums = {"twos": number}
 
 
 class Thirds(Counts):
@@ -381,6 +407,12 @@ class Signs1Bit:
 
     class Server(headwater.ServerFeature):
         pass
+
+
+class SecondCoding(Signs1Bit):
+    """Another encoding."""
+
+    NAME = "coded"
 
 
 class Census(Histogram):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -481,3 +481,56 @@ def test_rounds_without_the_model_s_sum_step_nothing(tmp_path: Path, engine: str
     one = headwater.simulate(Signs, **given, rounds=1, progress=False)
     found = vector(headwater.load_model(tmp_path / "run"))
     torch.testing.assert_close(found, vector(one.model), rtol=1e-6, atol=1e-7)
+
+
+def test_several_features_act_together_in_their_order(tmp_path: Path) -> None:
+    """Two pulls are one of both strengths, and each sum is there."""
+    given: dict[str, Any] = {**LOCAL, "rounds": 3}
+    arguments = {"pull.mu": 0.1, "second.mu": 0.2}
+    both = headwater.simulate(
+        Signs,
+        **given,
+        feature=[features.Pull, features.SecondPull, features.Histogram],
+        out=tmp_path,
+        settings={"feature.arguments": arguments},
+    )
+    one = headwater.simulate(
+        Signs, **given, feature=features.Pull, settings={"feature.arguments": {"mu": 0.3}}
+    )
+    torch.testing.assert_close(vector(both.model), vector(one.model), rtol=1e-5, atol=1e-6)
+    assert len(kept_in(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_features_keep_states_apart(tmp_path: Path, engine: str) -> None:
+    places = ",".join(f"{HERE / 'features.py'}:{name}" for name in ("Counts", "CountsByTwo"))
+    given: dict[str, Any] = {"clients": 3, "rounds": 3, "progress": False}
+    settings = {"simulation.engine": engine}
+    headwater.simulate(SIGNS, **given, feature=places, out=tmp_path, settings=settings)
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    assert saved.progress.features["counts"]["seen"] == [[3.0], [6.0], [9.0]]
+    assert saved.progress.features["bytwo"]["seen"] == [[6.0], [12.0], [18.0]]
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "text"),
+    [
+        (("Counts", "Counts"), {}, "two features have the name counts"),
+        (("Counts", "Liar"), {}, "has a sum rounds, as one before it"),
+        (("Pull", "SecondPull"), {"mu": 0.1}, "the argument mu is for none of"),
+        (("Pull", "SecondPull"), {"third.mu": 0.1}, "the argument third.mu is for none of"),
+        (("Signs1Bit", "SecondCoding"), {}, "each encode the update"),
+    ],
+)
+def test_features_that_do_not_go_together_are_refused(
+    names: Sequence[str], arguments: Mapping[str, float], text: str
+) -> None:
+    with pytest.raises(SettingsError, match=text):
+        headwater.simulate(
+            Signs,
+            **LOCAL | {"clients": 3},
+            rounds=1,
+            feature=[getattr(features, name) for name in names],
+            settings={"feature.arguments": arguments},
+        )
