@@ -35,7 +35,7 @@ from headwater.server.planning.exclusions import (
     sit_out,
     without_owners,
 )
-from headwater.server.planning.features import PlanningMoments, planning_features
+from headwater.server.planning.features import PlanningMoments
 from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.plan_messages import held_out_fraction, plans_of
 from headwater.server.planning.planner import Assignment, TransferCosts, assign
@@ -87,7 +87,8 @@ class RoundPlanner:
     frozen: str | None = None
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
-    features: list[PlanningMoments] = field(init=False)
+    features: list[PlanningMoments] = field(default_factory=list)
+    """What the settings ask for in planning, in order."""
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     is_simulated: bool = False
     """Whether the clients' clocks are a simulator's: the fleet file then sets unlike speeds."""
@@ -104,7 +105,6 @@ class RoundPlanner:
         """Begin without known clients."""
         is_by_data = self.settings.cohort.weighting == "dataset"
         self.known = KnownClients(is_k_set=self._is_k_set, is_by_data=is_by_data)
-        self.features = [*planning_features(self.settings, self.layout)]
 
     @property
     def _is_k_set(self) -> bool:
@@ -193,13 +193,7 @@ class RoundPlanner:
             TooFewClients: --cohort-size is below --min-clients.
             TooFewPermitted: the owners of too many clients allow no further round.
         """
-        image_bytes, update_bytes = self.transfer_bytes()
-        costs = TransferCosts(
-            image_bytes=image_bytes,
-            update_bytes=update_bytes,
-            turn_seconds=turn_seconds,
-            round_seconds=self.round_seconds,
-        )
+        costs = self._costs(turn_seconds)
         self.known.note_changes(clients)
         self.excluded = without_owners(self.excluded, clients.disconnected)
         excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
@@ -213,22 +207,9 @@ class RoundPlanner:
         self._check_enough(names, excluded, round_number)
         estimates = [self.known.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
-        target = self.target.open(num_invited=len(names), owned=owned.values())
-        if num_updates is not None and self.target.demand is None:
-            target = -(-target * len(names) // min(num_updates, len(names)))
-        self._log_target(round_number, target, owned)
-        assigned: Mapping[str, Assignment] = self.decisions.assign(
-            names,
-            estimates,
-            exceptions,
-            self.settings.plan,
-            target=target,
-            deadline_seconds=self.settings.cohort.deadline_seconds,
-            costs=costs,
-            demand=self.target.demand,
-        )
-        weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
+        assigned = self._assign(estimates, exceptions, owned, costs, num_updates, round_number)
         assigned = assigned if not busy else {name: assigned[name] for name in selection.names}
+        weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
         bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
         for feature in self.features:
@@ -257,6 +238,41 @@ class RoundPlanner:
             below_share=below,
             # A busy client may have left.
             metrics=self._metrics([clients.reports[n] for n in names if n in clients.reports]),
+        )
+
+    def _costs(self, turn_seconds: float) -> TransferCosts:
+        image_bytes, update_bytes = self.transfer_bytes()
+        return TransferCosts(
+            image_bytes=image_bytes,
+            update_bytes=update_bytes,
+            turn_seconds=turn_seconds,
+            round_seconds=self.round_seconds,
+        )
+
+    def _assign(
+        self,
+        estimates: Sequence[DeviceEstimate],
+        exceptions: Mapping[str, str],
+        owned: Mapping[str, int],
+        costs: TransferCosts,
+        num_updates: int | None,
+        round_number: int,
+    ) -> Mapping[str, Assignment]:
+        """Divide the round's target among the clients of ``owned``."""
+        number = len(owned)
+        target = self.target.open(num_invited=number, owned=owned.values())
+        if num_updates is not None and self.target.demand is None:
+            target = -(-target * number // min(num_updates, number))
+        self._log_target(round_number, target, owned)
+        return self.decisions.assign(
+            list(owned),
+            estimates,
+            exceptions,
+            self.settings.plan,
+            target=target,
+            deadline_seconds=self.settings.cohort.deadline_seconds,
+            costs=costs,
+            demand=self.target.demand,
         )
 
     def _select(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headwater.common.errors import (
@@ -114,18 +114,11 @@ def _run_rounds(
     observer: Observer,
     run_round: RunRound,
 ) -> None:
-    settings = training.settings
-    num_aborted, is_passed = 0, False
-    first: RoundAborted | None = None
+    settings, aborted, is_passed = training.settings, list[RoundAborted](), False
     while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
-            log.warning(
-                "stopped after round %d%s: %s",
-                training.round,
-                "" if settings.num_rounds is None else f" of {settings.rounds}",
-                why,
-            )
+            log.warning("stopped after %s: %s", _rounds_so_far(training), why)
             return
         if training.pass_round():
             if not is_passed:
@@ -143,40 +136,62 @@ def _run_rounds(
             return
         except ModelAtRest:
             log.warning(
-                "the run ends after round %d%s: its last step changed no bit of the model (a "
-                "learning rate near 0, or gradients of 0), and its devices have masked what they "
-                "give to one model; more of it would tell the server more about them",
-                training.round,
-                "" if settings.num_rounds is None else f" of {settings.rounds}",
+                "the run ends after %s: its last step changed no bit of the model (a learning rate "
+                "near 0, or gradients of 0), and its devices have masked what they give to one "
+                "model; more of it would tell the server more about them",
+                _rounds_so_far(training),
             )
             return
         except RoundAborted as error:
-            first = error if not num_aborted or first is None else first
-            num_aborted += 1
             observer.aborted(error)
-            log.warning("%s: %s", error.code, error)
-            has_learned = any(one.has_learned for one in training.features.values())
-            if num_aborted >= settings.cohort.max_aborted_rounds and not has_learned:
-                if type(first) is type(error):
-                    raise
-                raise _since(first, error) from first
-            if not (fleet.has_virtual_clock or has_learned):
-                wait_after_abort(num_aborted)
-            continue
-        row = replace(row, num_aborted=num_aborted, settings_changed=training.take_changed())
-        num_aborted = 0
-        if evaluation.is_due(settings, round_number=row.round):
-            for feature in training.features.values():
-                feature.tested(row)
-        with interrupts_held():
-            observer.stepped(row)
-            if settings.out is not None:
-                save_checkpoint(training, fleet, settings.out)
-                for feature in training.features.values():
-                    feature.saved(settings.out)
-                training.publish()
-            observer.on_round(row)
-            on_round(row)
+            aborted.append(error)
+            _try_again(training, fleet, aborted)
+        else:
+            row = replace(row, num_aborted=len(aborted), settings_changed=training.take_changed())
+            aborted.clear()
+            _save(training, fleet, row, observer, on_round)
+
+
+def _rounds_so_far(training: Training) -> str:
+    settings = training.settings
+    of = "" if settings.num_rounds is None else f" of {settings.rounds}"
+    return f"round {training.round}{of}"
+
+
+def _try_again(training: Training, fleet: Fleet, aborted: Sequence[RoundAborted]) -> None:
+    """Wait before a round is tried again whose attempts were aborted so far.
+
+    Raises:
+        RoundAborted: there were too many.
+    """
+    first, last = aborted[0], aborted[-1]
+    log.warning("%s: %s", last.code, last)
+    has_learned = any(one.has_learned for one in training.features.values())
+    if len(aborted) >= training.settings.cohort.max_aborted_rounds and not has_learned:
+        if type(first) is type(last):
+            raise last
+        raise _since(first, last) from first
+    if not (fleet.has_virtual_clock or has_learned):
+        wait_after_abort(len(aborted))
+
+
+def _save(
+    training: Training, fleet: Fleet, row: RoundRow, observer: Observer, on_round: OnRound
+) -> None:
+    """Write what outlives the server after a committed round, and tell who listens."""
+    settings, features = training.settings, training.features.values()
+    if evaluation.is_due(settings, round_number=row.round):
+        for feature in features:
+            feature.tested(row)
+    with interrupts_held():
+        observer.stepped(row)
+        if settings.out is not None:
+            save_checkpoint(training, fleet, settings.out)
+            for feature in features:
+                feature.saved(settings.out)
+            training.publish()
+        observer.on_round(row)
+        on_round(row)
 
 
 def _since(first: RoundAborted, last: RoundAborted) -> RoundAborted:

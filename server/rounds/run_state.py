@@ -101,16 +101,18 @@ class Training:
             )
         self.max_weight_per_example = max_weight_per_example(self.task)
         self._check_penalty()
+        planning = planning_features(settings, self.image.layout)
         self.target = Target(
             settings.plan,
             max_weight_per_example=self.max_weight_per_example,
-            demand=demand_in(planning_features(settings, self.image.layout)),
+            demand=demand_in(planning),
         )
         self.planner = RoundPlanner(
             settings,
             self.target,
             self.image.layout,
             decisions,
+            features=[*planning],
             frozen=self.image.frozen_digest or None,
         )
         self.sum = CohortSum(self.image.layout)

@@ -21,6 +21,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
 from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.planning.features import planning_features
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.plans import local_of
@@ -54,7 +55,9 @@ class Rounds:
         layout = build_model(TwoLayers(), seed=0).layout
         local = local_round(settings, num_parameters=layout.num_parameters)
         target = Target(settings.plan, max_weight_per_example=1, demand=local)
-        self.planner = RoundPlanner(settings, target, layout)
+        self.planner = RoundPlanner(
+            settings, target, layout, features=[*planning_features(settings, layout)]
+        )
         self.reports = {
             name: DeviceReport(
                 name=name,

@@ -26,6 +26,7 @@ from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.planning.features import planning_features
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.plans import changed, local_of
@@ -66,7 +67,9 @@ def planned(
         for name, number in owned.items()
     }
     clients = ConnectedClients(reports=reports, described=(), disconnected=())
-    planner = RoundPlanner(settings, target, layout)
+    planner = RoundPlanner(
+        settings, target, layout, features=[*planning_features(settings, layout)]
+    )
     return planner.plan(clients, round_number=1, counted={}, turn_seconds=0.0).plans
 
 

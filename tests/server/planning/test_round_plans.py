@@ -16,6 +16,7 @@ from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.exclusions import owners_reasons
+from headwater.server.planning.features import planning_features
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.tasks import TwoLayers
@@ -29,7 +30,9 @@ def settings(**plan: int) -> Settings:
 
 def planning(chosen: Settings) -> RoundPlanner:
     layout = build_model(TwoLayers(), seed=0).layout
-    return RoundPlanner(chosen, Target(chosen.plan, max_weight_per_example=1), layout)
+    target = Target(chosen.plan, max_weight_per_example=1)
+    features = [*planning_features(chosen, layout)]
+    return RoundPlanner(chosen, target, layout, features=features)
 
 
 def report(name: str, *, limit: int, number: int = 100) -> DeviceReport:

@@ -21,6 +21,7 @@ from headwater.server.planning.equal_finish import (
     round_end,
     share_wait,
 )
+from headwater.server.planning.features import planning_features
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.tasks import TwoLayers
@@ -155,7 +156,10 @@ def test_a_masked_client_with_a_small_share_measures_again_after_rounds_2_4_and_
     settings = load(None, {"task": "none", "secure.aggregation": "semi-honest"})
     layout = build_model(TwoLayers(), seed=0).layout
     planner = RoundPlanner(
-        settings, Target(settings.plan, max_weight_per_example=1, demand=None), layout
+        settings,
+        Target(settings.plan, max_weight_per_example=1, demand=None),
+        layout,
+        features=[*planning_features(settings, layout)],
     )
 
     def report(name: str, each: float) -> DeviceReport:
