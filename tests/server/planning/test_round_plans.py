@@ -16,7 +16,7 @@ from headwater.common.settings.sources import load
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.exclusions import owners_reasons
-from headwater.server.planning.features import planning_features
+from headwater.server.planning.features import PlanningMoments, planning_features
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.tasks import TwoLayers
@@ -31,7 +31,7 @@ def settings(**plan: int) -> Settings:
 def planning(chosen: Settings) -> RoundPlanner:
     layout = build_model(TwoLayers(), seed=0).layout
     target = Target(chosen.plan, max_weight_per_example=1)
-    features = [*planning_features(chosen, layout)]
+    features: list[PlanningMoments] = [*planning_features(chosen, layout)]
     return RoundPlanner(chosen, target, layout, features=features)
 
 
