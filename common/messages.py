@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    SerializeAsAny,
+)
+from pydantic_core import CoreSchema
 from torch import Tensor
 
 from headwater.common.settings.fields import Seconds
@@ -23,6 +31,7 @@ from headwater.common.sums.coding import VectorCoding, coding_in
 from headwater.common.sums.encoded_vector import EncodedVector, Vector
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 from headwater.common.terms import Terms, TermsT, read_terms
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 
 if TYPE_CHECKING:
     from headwater.common.sums.named_sums import NamedSums
@@ -64,7 +73,11 @@ MAX_STEPS = 4096
 FINISH_DIVISOR = 5
 # A report names the tensors that no loss used; a model has seldom a hundred of them.
 MAX_UNUSED = 1 << 14
+# Of a report's JSON: without its steps, and of a step.
+HEAD_BYTES, STEP_BYTES = 128 << 10, 256
 MAX_FEATURES = 64
+MAX_FAULTS = 1000
+"""Of a message with more faults than these none is named: each takes a kilobyte to say."""
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
@@ -78,10 +91,24 @@ MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
 MetricNames = Annotated[tuple[MetricName, ...], Field(max_length=MAX_METRICS)]
 
 
+def _failing_fast(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        found = {key: _failing_fast(part) for key, part in schema.items()}
+        is_sequence = schema.get("type") in ("list", "tuple", "set", "frozenset")
+        return {**found, "fail_fast": True} if is_sequence else found
+    return [_failing_fast(part) for part in schema] if isinstance(schema, list) else schema
+
+
 class WireMessage(BaseModel):
     """The base of every message between client and server: frozen, with no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let each sequence end at its first fault: an error takes a kilobyte, an item 3 bytes."""
+        found: CoreSchema = _failing_fast(handler(source))
+        return found
 
 
 class Vitals(WireMessage):
@@ -229,6 +256,14 @@ class Plan(WireMessage):
     def accumulation_steps(self) -> int:
         """K = ceil(quota / micro_batch_size)."""
         return -(-self.quota // self.micro_batch_size)
+
+    @property
+    def head_bytes(self) -> int:
+        """The most bytes of the answer's head: of its report, with a step for each example."""
+        if self.keeps_update:
+            return HEAD_BYTES
+        most = HEAD_BYTES + STEP_BYTES * self.max_windows * (self.max_examples + 1)
+        return min(most, MAX_REPLY_HEAD_BYTES)
 
     @property
     def coding(self) -> VectorCoding | None:
@@ -386,7 +421,7 @@ class UpdateReport(WireMessage):
     num_joined: Natural = Field(0, description="examples that are new in the device's data")
     num_left: Natural = Field(0, description="examples that are no longer in the device's data")
     seconds: NotNegative
-    steps: tuple[Step, ...]
+    steps: Annotated[tuple[Step, ...], Field(max_length=2 * MAX_STEPS)]
     reason: StopReason
     local_steps: Natural = Field(1, description="local steps of all windows in this sum")
     unused: Annotated[tuple[Natural, ...], Field(max_length=MAX_UNUSED)] = Field(

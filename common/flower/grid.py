@@ -76,14 +76,19 @@ CLIENT_APP_FAILED = ErrorCode.UNKNOWN
 """The code of a reply that Flower makes when a ClientApp raises an exception."""
 
 
+OTHER_HEAD_BYTES = 256 << 10
+"""The most bytes of the heads of most replies: a member's shares of 255 others."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageKind:
     """What a grid must know of the messages of a type."""
 
     has_model: bool = False
     """Whether they carry the model, which is sent to each node once per round."""
-    reply_bytes: Callable[[Message, int], int] | None = None
-    """The bytes of a reply's vector, of a model with so many parameters; None: as was expected."""
+    reply_bytes: Callable[[Message, int], tuple[int, int]] | None = None
+    """The bytes of a reply's vector, of a model with so many parameters, and the most of its head;
+    None: as was expected, and as of most messages."""
     is_length_exact: bool = True
     """Whether a reply's vector has those bytes, rather than at most so many."""
 

@@ -28,7 +28,7 @@ from headwater.common.errors import (
     error_of,
     travelling,
 )
-from headwater.common.messages import Plan, Update, UpdateReport
+from headwater.common.messages import MAX_FAULTS, Plan, Update, UpdateReport
 
 FLAT = "headwater.flat"
 HEAD, VECTOR = "head", "vector"
@@ -37,6 +37,8 @@ EXPIRED, NODE_GONE = (3, 4), 5
 OWN_ERROR = 1000  # the Error.code of our errors; Flower's own codes are below 100
 
 MAX_HEAD_CHARACTERS = 1 << 20
+MAX_QUOTED = 1 << 14
+"""Of a longer message no value is quoted."""
 """Of a message's data as JSON: the longest frame of the wire."""
 SHORTER_TERMS = "send less with the plans of the feature, or simulate in one process"
 MessageT = TypeVar("MessageT", bound=BaseModel)
@@ -110,10 +112,16 @@ def parse(text: str | bytes, kind: type[MessageT]) -> MessageT:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
+        if (number := error.error_count()) > MAX_FAULTS:  # each in Python takes a kilobyte
+            raise CorruptUpdate(
+                f"{kind.__name__}: {number:,} faults in {len(text):,} characters"
+            ) from None
+        # What was found is not copied into Python if it may be long.
+        is_short = len(text) <= MAX_QUOTED
+        first = error.errors(include_url=False, include_context=False, include_input=is_short)[0]
         where = ".".join(str(step) for step in first["loc"]) or "json"
         # The values of a secure session's messages are never quoted, not even as the cause.
-        is_whole = isinstance(first["input"], dict | list)
+        is_whole = isinstance(first.get("input", []), dict | list)
         if is_whole or kind.model_config.get("hide_input_in_errors"):
             raise CorruptUpdate(f"{kind.__name__}.{where}: {first['msg'].lower()}") from None
         found = repr(first["input"])[:80]

@@ -28,7 +28,6 @@ from headwater.common.messages import (
     WireMessage,
 )
 from headwater.common.settings.fields import Seconds
-from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 
 MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.branch"
 MAX_MEMBERS = 10_000
@@ -36,8 +35,8 @@ MAX_MEMBERS = 10_000
 MAX_MEMBERS_BYTES = MAX_MEMBERS * 4096
 MAX_PACKED_BYTES = 64 << 20
 MAX_TENSORS = 2**20
-# Bytes of JSON: of a report without its steps, of a step, of a tensor's scale, and of the rest.
-REPORT_BYTES, STEP_BYTES, TENSOR_BYTES, ANSWER_BYTES = 16 << 10, 512, 128, 64 << 10
+# Bytes of JSON: of a tensor's scale, and of all but the reports.
+TENSOR_BYTES, ANSWER_BYTES = 128, 64 << 10
 
 PerTensor = Annotated[tuple[NotNegative, ...], Field(max_length=MAX_TENSORS)]
 ScaleBits = Annotated[
@@ -174,10 +173,5 @@ def unpacked(text: str, *, max_bytes: int = MAX_PACKED_BYTES) -> bytes:
 
 def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int) -> int:
     """Return the most bytes of JSON in which a branch may answer these plans."""
-    reports = (
-        REPORT_BYTES + STEP_BYTES * plan.max_windows * (plan.max_examples + 1)
-        for plan in plans.values()
-    )
-    # A device's own report has room in the head of its reply, and no more.
-    room = sum(min(num_bytes, MAX_REPLY_HEAD_BYTES + REPORT_BYTES) for num_bytes in reports)
+    room = sum(plan.head_bytes for plan in plans.values())
     return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room

@@ -12,7 +12,12 @@ from flwr.app import Message
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import HeadwaterGrid, MessageKind, ensure_message_id
+from headwater.common.flower.grid import (
+    OTHER_HEAD_BYTES,
+    HeadwaterGrid,
+    MessageKind,
+    ensure_message_id,
+)
 from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
 from headwater.server.transport.servicer import Servicer
@@ -25,9 +30,10 @@ LOOK_SECONDS = 0.5
 TURN_WEIGHT = 0.2
 
 
-def _update_bytes(message: Message, num_parameters: int) -> int:
-    """Return the length of an update's vector; a masked update is sent in a later reply."""
-    return records.read(message.content, Plan).update_bytes(num_parameters)
+def _update_bytes(message: Message, num_parameters: int) -> tuple[int, int]:
+    """Return the bytes of an update's vector, which if masked is sent in a later reply."""
+    plan = records.read(message.content, Plan)
+    return plan.update_bytes(num_parameters), plan.head_bytes
 
 
 KINDS = {
@@ -219,12 +225,12 @@ class GrpcGrid(HeadwaterGrid):
             if arrival.staging is not None:
                 arrival.staging.release()
 
-    def _expected_bytes(self, message: Message) -> int:
-        """Return the length of the reply's vector, or the most that it may have."""
+    def _expected_bytes(self, message: Message) -> tuple[int, int]:
+        """Return the bytes of the reply's vector, or the most of them, and the most of its head."""
         name = message.metadata.message_type
         reply_bytes = self._kinds.get(name, OTHER).reply_bytes
         if reply_bytes is None:
-            return self._reply_bytes.get(name, 0)
+            return self._reply_bytes.get(name, 0), OTHER_HEAD_BYTES
         return reply_bytes(message, self._num_parameters)
 
     def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
@@ -232,6 +238,7 @@ class GrpcGrid(HeadwaterGrid):
         kind = self._kinds.get(name, OTHER)
         is_model = vector is not None and kind.has_model
         head_json = records.head_json(message.content)
+        reply_bytes, head_bytes = self._expected_bytes(message)
         is_frozen = vector is not None and name == FROZEN
         return DeviceInstruction(
             node_id=message.metadata.dst_node_id,
@@ -240,7 +247,8 @@ class GrpcGrid(HeadwaterGrid):
             head_json=head_json,
             image=memoryview(vector or b"") if is_model else None,
             difference_from=self._difference_from if is_model else None,
-            reply_bytes=self._expected_bytes(message),
+            reply_bytes=reply_bytes,
+            head_bytes=head_bytes,
             is_length_exact=kind.is_length_exact,
             frozen=memoryview(vector or b"") if is_frozen else None,
             frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",

@@ -15,6 +15,7 @@ from typing import Any
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.flower.sent_model import FindDifference
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 from headwater.common.transport.wire_pb2 import Reply, ServerFrame
 from headwater.server.transport.device_records import DeviceRecord, Stage
 from headwater.server.transport.peer_certificates import PeerCertificate
@@ -40,6 +41,8 @@ class DeviceInstruction:
     """The model, which is sent in chunks before the instruction."""
     reply_bytes: int
     """The length of the vector in the reply."""
+    head_bytes: int = MAX_REPLY_HEAD_BYTES
+    """The most bytes of the reply's head."""
     is_length_exact: bool = True
     """Whether the vector has exactly that length; False: it has at most that length."""
     difference_from: FindDifference | None = None

@@ -30,7 +30,6 @@ from headwater.common.errors import (
 from headwater.common.transport.limits import (
     CHUNK_BYTES,
     MAX_MESSAGE_ID,
-    MAX_REPLY_HEAD_BYTES,
     RECEIPT_EVERY_BYTES,
 )
 from headwater.common.transport.wire_pb2 import Chunk, Fault, Receipt, Reply, ServerFrame
@@ -92,11 +91,12 @@ class Uploads:
         if instruction is None or reply.message_id != instruction.message_id:
             self._refuse_unasked(session, reply)
             return
-        if len(reply.head_json) > MAX_REPLY_HEAD_BYTES or not instruction.allows(reply.num_bytes):
+        if len(reply.head_json) > instruction.head_bytes or not instruction.allows(reply.num_bytes):
             up_to = "" if instruction.is_length_exact else "up to "
             oversize = OversizeUpdate(
                 f"{session.name}: received a reply of {reply.num_bytes:,} bytes with a head of "
-                f"{len(reply.head_json):,} bytes, expected {up_to}{instruction.reply_bytes:,} bytes"
+                f"{len(reply.head_json):,} bytes, expected {up_to}{instruction.reply_bytes:,} and "
+                f"a head of up to {instruction.head_bytes:,}"
             )
             self.reject(session, oversize)
             return

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
-from headwater.common.messages import EvaluateReport, Plan, UpdateReport
+from headwater.common.messages import MAX_FAULTS, EvaluateReport, Plan, UpdateReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.tree.branch_messages import (
     BranchAnswer,
@@ -193,6 +193,8 @@ def parse(name: str, data: memoryview | bytes, kind: type[DataT]) -> DataT:
     try:
         return kind.model_validate_json(bytes(data))
     except ValidationError as error:
+        if (number := error.error_count()) > MAX_FAULTS:
+            raise CorruptUpdate(f"{name}: {kind.__name__}: {number:,} faults") from None
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"]) or "json"
         raise CorruptUpdate(f"{name}: {kind.__name__}.{where}: {first['msg'].lower()}") from None

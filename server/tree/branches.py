@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from headwater.common.errors import AggregatorRefused, HeadwaterError
 from headwater.common.flower import records
-from headwater.common.flower.grid import MessageKind
+from headwater.common.flower.grid import OTHER_HEAD_BYTES, MessageKind
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, WireMessage
 from headwater.common.model.layout import ModelLayout
 from headwater.common.tree.branch_messages import (
@@ -132,21 +132,24 @@ def _parts(content: RecordDict) -> tuple[BranchHead, memoryview | bytes]:
     return records.read(content, BranchHead), records.vector(content) or b""
 
 
-def _tests_bytes(message: Message, num_parameters: int) -> int:
-    return records.read(message.content, BranchPlans).answer_bytes
+def _members_bytes(message: Message, num_parameters: int) -> tuple[int, int]:
+    return MAX_MEMBERS_BYTES, OTHER_HEAD_BYTES
 
 
-def _sum_bytes(message: Message, num_parameters: int) -> int:
-    return 8 * num_parameters + _tests_bytes(message, num_parameters)
+def _tests_bytes(message: Message, num_parameters: int) -> tuple[int, int]:
+    return records.read(message.content, BranchPlans).answer_bytes, OTHER_HEAD_BYTES
+
+
+def _sum_bytes(message: Message, num_parameters: int) -> tuple[int, int]:
+    num_bytes, head_bytes = _tests_bytes(message, num_parameters)
+    return 8 * num_parameters + num_bytes, head_bytes
 
 
 class Branches(Intermediaries):
     """The aggregators of a grid, by node."""
 
     kinds: ClassVar[Mapping[str, MessageKind]] = {
-        f"query.{MEMBERS}": MessageKind(
-            reply_bytes=lambda message, num_parameters: MAX_MEMBERS_BYTES, is_length_exact=False
-        ),
+        f"query.{MEMBERS}": MessageKind(reply_bytes=_members_bytes, is_length_exact=False),
         TRAIN_BRANCH: MessageKind(has_model=True, reply_bytes=_sum_bytes, is_length_exact=False),
         EVALUATE_BRANCH: MessageKind(
             has_model=True, reply_bytes=_tests_bytes, is_length_exact=False
