@@ -13,14 +13,13 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from headwater.client.flower.request import SECURE_MODE, DeviceRequest
+from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import offline_name
 from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import CorruptUpdate
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, Plan, Update
 from headwater.common.named_objects import part_of
-from headwater.common.settings.schema import SecureSettings
 
 
 class PlanFeature:
@@ -108,12 +107,7 @@ def owner_features(request: DeviceRequest) -> Sequence[PlanFeature]:
 
 def requires_masks(request: DeviceRequest) -> bool:
     """Whether the owner, or the run, requires that updates are masked."""
-    if request.settings.secure.aggregation != "off":
-        return True
-    if SECURE_MODE not in request.context.node_config:
-        return False
-    secure: SecureSettings = _loaded("masked_rounds.of_request:secure_of")(request)
-    return secure.aggregation != "off"
+    return request.settings.secure.aggregation != "off"
 
 
 def _has_masked() -> bool:

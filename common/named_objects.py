@@ -47,14 +47,24 @@ def find_named(spec: str, *, what: str) -> Any:
     return getattr(module, name)
 
 
-def constructed(spec: str, arguments: Mapping[str, Any], *, what: str) -> Any:
+def constructed(
+    spec: str, arguments: Mapping[str, Any], *, what: str, method: str | None = None
+) -> Any:
     """Return the object that a spec names; a class is constructed with these arguments.
 
+    It has the ``method``, or is not constructed: a spec may come from who starts a run, and any
+    class that is installed has a name.
+
     Raises:
-        SettingsError: as ``find_named``; the class lacks an argument or raises; or there are
-            arguments for an object that is constructed already.
+        SettingsError: as ``find_named``; it lacks the method; the class lacks an argument or
+            raises; or there are arguments for an object that is constructed already.
     """
     found = find_named(spec, what=what)
+    if method is not None and not callable(getattr(found, method, None)):
+        raise SettingsError(
+            f"the {what} {spec} has no method {method}",
+            remedy=f"give it one, or name another {what}",
+        )
     if not isinstance(found, type):
         if arguments:
             raise SettingsError(

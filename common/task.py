@@ -93,6 +93,8 @@ def load_task(spec: str) -> Task:
     if given is not None and not isinstance(given, type):
         return _checked(given, spec)
     task_class = find_task_class(spec) if given is None else given
+    if not any(hasattr(task_class, method) for method in METHODS):
+        raise TaskError(f"the task {spec} has none of the methods {', '.join(METHODS)}")
     try:
         task = task_class()
     except Exception as error:

@@ -199,6 +199,7 @@ class FlowerDevice:
                 "num-partitions": 8,
                 "state": str(folder),
                 "runtime": str(folder / "keys"),
+                "order-seed": 0,
                 **node_config,
             },
             state=RecordDict(),

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, cast
 
-from headwater.common.errors import AlgorithmMismatch, SettingsError
+from headwater.common.errors import AlgorithmMismatch
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed
 from headwater.common.run_scope import cached_in_scope
@@ -75,10 +75,6 @@ def check_algorithm(servers: str | None, chosen: AlgorithmSettings, *, name: str
 
 @cached_in_scope()
 def _made(name: str, arguments_json: str) -> ClientAlgorithm:
-    found = constructed(name, json.loads(arguments_json), what="client algorithm")
-    if not callable(getattr(found, "train", None)):
-        raise SettingsError(
-            f"the client algorithm {name} has no method train(work)",
-            remedy="see docs/extend.md for a client algorithm",
-        )
+    arguments = json.loads(arguments_json)
+    found = constructed(name, arguments, what="client algorithm", method="train")
     return cast("ClientAlgorithm", found)

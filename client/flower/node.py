@@ -16,6 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
+from headwater.client.flower.owners_word import OWN_SETTINGS
 from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
 from headwater.client.flower.state_file import OFFLINE, STATE, StateFile
 from headwater.client.node_features import NodeAnswer, node_features
@@ -75,6 +76,7 @@ class Node:
             ALLOW_LIST: settings.secure.allow_list,
         }
         self._node_config |= {key: str(path) for key, path in paths.items() if path is not None}
+        self._node_config[OWN_SETTINGS] = True
         self.state_folder = state_folder
         self._context: Context | None = None
         self._file: StateFile | None = None

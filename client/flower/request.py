@@ -15,6 +15,7 @@ from flwr.app import Context, Message
 
 from headwater.client.device.host_name import host_name
 from headwater.client.device.interfaces import Hardware
+from headwater.client.flower.owners_word import OWN_SETTINGS, as_owner_requires
 from headwater.client.flower.state_file import (
     SAMPLER,
     SPEED,
@@ -43,10 +44,6 @@ LOCAL, RESIDUAL = "local", "residual"
 """The context's entries of a simulated device: its own parameters, and what was not sent."""
 IDENTITY, ALLOW_LIST = "identity", "allow-list"
 """The files of the device's signing identity, and of the identities that it trusts."""
-SECURE_MODE, MIN_MEMBERS = "secure-aggregation", "min-members"
-"""On a SuperNode: the minimum that the device requires, whatever the run says."""
-ORDER_SEED = "order-seed"
-"""On a SuperNode: the order of the device's examples in masked rounds, a whole number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +129,8 @@ def read_request(message: Message, context: Context, hardware_of: HardwareOf) ->
         SettingsError: the settings are not valid.
     """
     settings = from_run_config(context.run_config)
+    if SIMULATED not in context.node_config and OWN_SETTINGS not in context.node_config:
+        settings = as_owner_requires(settings, context.node_config)
     if settings.feature.name is not None:  # before a plan with its terms is read
         import_module("headwater.common.own_feature.found").own_features(settings.feature)
     if settings.threads is not None:

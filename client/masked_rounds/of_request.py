@@ -12,28 +12,15 @@ from headwater.client.enrolment.signing_identity import (
 from headwater.client.flower.request import (
     ALLOW_LIST,
     IDENTITY,
-    MIN_MEMBERS,
-    ORDER_SEED,
-    SECURE_MODE,
     DeviceRequest,
 )
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
-from headwater.client.secagg.prepare import strictest_settings
 from headwater.common.settings.schema import SecureSettings
 
 
 def secure_of(request: DeviceRequest) -> SecureSettings:
-    """Return the stricter of the run's and the node's secure aggregation settings.
-
-    With our own stream the settings are the device's own. On Flower's engines they arrive with the
-    run, from the user who submits it.
-    """
-    node_config, secure = request.context.node_config, request.settings.secure
-    mode, least = node_config.get(SECURE_MODE), node_config.get(MIN_MEMBERS)
-    if mode is not None or least is not None:
-        secure = strictest_settings(secure, mode=mode, min_members=least)
-    seed = node_config.get(ORDER_SEED)
-    return secure if seed is None else secure.model_copy(update={"order_seed": seed})
+    """Return the settings of masked rounds on this device (``client.flower.owners_word``)."""
+    return request.settings.secure
 
 
 def history_of(request: DeviceRequest) -> MaskedHistory:

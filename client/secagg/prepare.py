@@ -16,7 +16,7 @@ from headwater.client.device.sensors import has_aes
 from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.trainer.trainer import Trainer
-from headwater.common.errors import MaskingRequired, SettingsError, TaskError
+from headwater.common.errors import MaskingRequired, TaskError
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.privacy.terms import PrivacyTerms
@@ -25,8 +25,6 @@ from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS, max_weight_per_example
-
-MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
 # The client's own settings.
 
@@ -44,25 +42,6 @@ def check_masking(
             f"{name}: the server requests {what} in clear, and this device requires "
             f"{secure.aggregation} secure aggregation"
         )
-
-
-def strictest_settings(
-    run: settings.SecureSettings, *, mode: object = None, min_members: object = None
-) -> settings.SecureSettings:
-    """Return the run's settings, raised to the node's own minimum; they are never lowered.
-
-    Raises:
-        SettingsError: ``mode`` or ``min_members`` is not a valid value.
-    """
-    if mode is None and min_members is None:
-        return run
-    if mode is not None and mode not in MODES:
-        raise SettingsError(f"the node's secure-aggregation is {mode!r}, expected one of {MODES}")
-    if min_members is not None and not isinstance(min_members, int):
-        raise SettingsError(f"the node's min-members is {min_members!r}, expected a whole number")
-    strictest = max(run.aggregation, mode or "off", key=MODES.index)
-    least = max(run.min_members, min_members or 0)
-    return run.model_copy(update={"aggregation": strictest, "min_members": least})
 
 
 def floor_of(secure: settings.SecureSettings) -> Floor:

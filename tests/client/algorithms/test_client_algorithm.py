@@ -313,7 +313,7 @@ class NoAlgorithm:
         (Twice, AlgorithmBroken, "twice in one round"),
         (Broken, TaskFailed, "the client algorithm Broken failed: KeyError"),
         (Remembering, AlgorithmBroken, "made two vectors from the same examples"),
-        (NoAlgorithm, SettingsError, r"has no method train\(work\)"),
+        (NoAlgorithm, SettingsError, r"has no method train"),
         ("absent.py:FedProx", SettingsError, "the client algorithm absent.py:FedProx"),
     ],
 )

@@ -1,0 +1,101 @@
+"""What the owner of a SuperNode requires, whatever the settings of a run say.
+
+A device of ``headwater-client`` has its owner's settings. On a SuperNode they come with the run:
+Flower's signature covers the app, and not the values that whoever starts the run gives to its keys.
+So each limit that protects the device is there the stricter of the run's and of the owner's word,
+which is the node's configuration (``--node-config 'max-share=0.3 privacy-budget=8'``), or the
+default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import PrivacySettings, SecureSettings, Settings
+
+OWN_SETTINGS = "own-settings"
+"""Set in a node's configuration if the settings are the owner's own, as ``headwater-client`` has
+them."""
+MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
+
+
+def _stricter_mode(one: str, other: str) -> str:
+    return max(one, other, key=MODES.index)
+
+
+FLOORS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "aggregation": _stricter_mode,
+    "min_members": max,
+    "min_quota": max,
+    "max_plans": min,
+    "min_survivors": max,
+    "max_share": min,
+    "member_bits": max,
+    "corrupted": max,
+    "dropout": max,
+}
+"""The settings of secure aggregation that protect a device, and which of two is the stricter."""
+OWN = ("order_seed", "declared_examples", "identity", "allow_list")
+"""Those that are the owner's alone: a run sets none of them."""
+OTHERS = ("ring_bits", "answer_factor", "phase_seconds")
+"""Those that protect nobody: the server's choices, within what each device accepts."""
+
+
+def key_of(field: str) -> str:
+    """Return the key in a node's configuration of a setting of secure aggregation."""
+    return "secure-aggregation" if field == "aggregation" else field.replace("_", "-")
+
+
+def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Settings:
+    """Return a run's settings, as strict as the owner of the node requires.
+
+    Raises:
+        SettingsError: a value of the node's configuration is none of its setting.
+    """
+    default = SecureSettings()
+    given = {name: node_config.get(key_of(name)) for name in (*FLOORS, *OWN[:2])}
+    owners = _checked(default, {name: one for name, one in given.items() if one is not None})
+    run = settings.secure
+    floors = {
+        name: stricter(getattr(run, name), getattr(owners, name))
+        for name, stricter in FLOORS.items()
+    }
+    secure = run.model_copy(update={**floors, **{name: getattr(owners, name) for name in OWN}})
+    privacy = settings.privacy
+    if (budget := node_config.get("privacy-budget")) is not None:
+        found = _checked_budget(budget, node_config)
+        budgets = [one for one in (found.budget, privacy.budget) if one is not None]
+        delta = min(found.delta, privacy.delta)
+        privacy = privacy.model_copy(
+            update={"budget": min(budgets), "unit": found.unit, "delta": delta}
+        )
+    return settings.model_copy(update={"secure": secure, "privacy": privacy})
+
+
+def _checked(default: SecureSettings, given: Mapping[str, Any]) -> SecureSettings:
+    try:
+        return SecureSettings.model_validate({**default.model_dump(exclude_unset=True), **given})
+    except ValidationError as error:
+        raise _fault(error, key_of) from None
+
+
+def _checked_budget(budget: Any, node_config: Mapping[str, Any]) -> PrivacySettings:
+    keys = {name: f"privacy-{name}" for name in ("unit", "delta")}
+    given = {name: node_config[key] for name, key in keys.items() if key in node_config}
+    try:
+        return PrivacySettings.model_validate({"budget": budget, **given})
+    except ValidationError as error:
+        raise _fault(error, lambda name: f"privacy-{name}") from None
+
+
+def _fault(error: ValidationError, key: Callable[[str], str]) -> SettingsError:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "value"
+    return SettingsError(
+        f"the node's {key(name)} is {first['input']!r}: {first['msg'].lower()}",
+        remedy="correct it in the SuperNode's --node-config",
+    )

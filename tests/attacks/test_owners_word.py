@@ -1,0 +1,155 @@
+"""Who starts a run on SuperNodes sets its values: none takes a limit from a node's owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from headwater.client.app import app
+from headwater.client.device.hardware import this_machine
+from headwater.client.flower.node import Node
+from headwater.client.flower.owners_word import (
+    FLOORS,
+    OTHERS,
+    OWN,
+    OWN_SETTINGS,
+    as_owner_requires,
+    key_of,
+)
+from headwater.client.flower.request import DeviceRequest, read_request
+from headwater.client.masked_rounds.of_request import secure_of
+from headwater.client.secagg.prepare import floor_of
+from headwater.client.trainer.trainer import Trainer
+from headwater.client.training.context import Identity
+from headwater.common.errors import SettingsError, TaskError
+from headwater.common.flower import records
+from headwater.common.flower.grid import enter_run
+from headwater.common.settings.schema import SecureSettings, Settings
+from headwater.common.settings.sources import load
+from headwater.common.task import load_task
+from tests.masked import RUN, plan
+from tests.python_tasks import SIGNS
+
+# A value of each that gives the device away, and one that protects it more than the default.
+WEAK = {
+    "aggregation": "off",
+    "min_members": 3,
+    "min_quota": 1,
+    "max_plans": 10**6,
+    "min_survivors": 0.01,
+    "max_share": 1.0,
+    "member_bits": 1,
+    "corrupted": 0.0,
+    "dropout": 0.0,
+}
+STRICT = {
+    "aggregation": "active",
+    "min_members": 9,
+    "min_quota": 64,
+    "max_plans": 2,
+    "min_survivors": 0.9,
+    "max_share": 0.2,
+    "member_bits": 9,
+    "corrupted": 0.3,
+    "dropout": 0.3,
+}
+DEFAULT = SecureSettings()
+
+
+def of_a_run(**secure: Any) -> Settings:
+    return load(None, {f"secure.{name}": value for name, value in secure.items()})
+
+
+def test_every_setting_of_masks_is_a_floor_or_says_why_not() -> None:
+    fields = set(SecureSettings.model_fields)
+    assert fields == {*FLOORS, *OWN, *OTHERS}
+    assert set(WEAK) == set(STRICT) == set(FLOORS)
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_run_lowers_no_floor(name: str) -> None:
+    """Neither the default, nor what the node's configuration says."""
+    weak, strict = WEAK[name], STRICT[name]
+    run = of_a_run(**{name: weak})
+    assert getattr(as_owner_requires(run, {}).secure, name) == getattr(DEFAULT, name)
+    assert getattr(as_owner_requires(run, {key_of(name): strict}).secure, name) == strict
+    assert getattr(as_owner_requires(of_a_run(**{name: strict}), {}).secure, name) == strict
+    # The owner may allow more than the default, and a run may ask for less of it.
+    loose = getattr(as_owner_requires(run, {key_of(name): weak}).secure, name)
+    assert loose == weak
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("max-share", 2.0, "the node's max-share is 2.0"),
+        ("min-members", 1, "the node's min-members is 1"),
+        ("secure-aggregation", "none", "the node's secure-aggregation is 'none'"),
+        ("privacy-budget", -1, "the node's privacy-budget is -1"),
+    ],
+)
+def test_a_node_s_configuration_is_checked(key: str, value: Any, text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        as_owner_requires(Settings(), {key: value})
+
+
+def test_a_budget_of_the_owner_s_holds_on_a_supernode() -> None:
+    owners = {"privacy-budget": 3.0, "privacy-unit": "example", "privacy-delta": 1e-6}
+    for run in ({}, {"privacy.budget": 999.0}, {"privacy.delta": 0.1}):
+        found = as_owner_requires(load(None, run), owners).privacy
+        assert (found.budget, found.unit, found.delta) == (3.0, "example", 1e-6)
+    assert as_owner_requires(load(None, {"privacy.budget": 2.0}), owners).privacy.budget == 2.0
+
+
+def request_of(run: Settings, **node_config: Any) -> DeviceRequest:
+    """Return a plan as the app of a device gets it."""
+    enter_run(RUN)
+    given = {"name": "pi", "partition-id": 0, "num-partitions": 1, **node_config}
+    context = Context(
+        run_id=RUN,
+        node_id=1,
+        node_config=given,
+        state=RecordDict(),
+        run_config=run.to_run_config(),
+    )
+    message = Message(records.content_of(plan()), 1, "train")
+    return read_request(message, context, this_machine)
+
+
+def test_the_owner_s_limits_reach_the_session_of_a_supernode_alone() -> None:
+    """A device of ``headwater-client`` has no other settings than its owner's."""
+    run = of_a_run(**{**WEAK, "aggregation": "semi-honest", "order_seed": 7})
+    kept = floor_of(secure_of(request_of(run, **{"max-share": 0.3})))
+    assert (kept.max_share, kept.min_survivors, kept.member_bits) == (0.3, 0.7, 4)
+    assert secure_of(request_of(run)).order_seed is None
+    own = floor_of(secure_of(request_of(run, **{OWN_SETTINGS: True})))
+    assert (own.max_share, own.min_survivors, own.member_bits) == (1.0, 0.01, 1)
+
+
+def test_a_node_of_our_own_has_its_owner_s_settings(tmp_path: Path) -> None:
+    chosen = load(None, {"task": SIGNS, "secure.aggregation": "semi-honest", "secure.min_quota": 1})
+    trainer = Trainer(SIGNS, batch_norm=None, check_task=False)
+    identity = Identity(name="pi", data=None, part=0, num_parts=1)
+    node = Node(app, trainer, identity, chosen, tmp_path)
+    node.enter(RUN)
+    assert node._context is not None
+    assert node._context.node_config[OWN_SETTINGS] is True
+
+
+def test_no_class_is_constructed_that_is_no_algorithm_and_no_task(tmp_path: Path) -> None:
+    """A bundle lists the names of arguments, and a run sets them: of a shell as well."""
+    from headwater.client.algorithms.lookup import algorithm_of
+
+    trace = tmp_path / "trace"
+    run = load(None, {"algorithm.name": "subprocess:Popen"})
+    chosen = run.algorithm.model_copy(
+        update={"arguments": {"args": f"touch {trace}", "shell": True}}
+    )
+    with pytest.raises(SettingsError, match="has no method train"):
+        algorithm_of(chosen)
+    with pytest.raises(TaskError, match="none of the methods"):
+        load_task("subprocess:Popen")
+    assert not trace.exists()
