@@ -20,6 +20,7 @@ from torch import Tensor
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.state_file import SPEED
 from headwater.client.frozen.frozen_parts import holds_frozen
 from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.secagg.prepare import checked_metrics, padded_head, public_vitals
@@ -30,6 +31,7 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.settings.training import ChosenPrecision
+from headwater.common.stats.training_speed import reported_line
 from headwater.common.task import Examples, loss_sum_alone
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,8 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         precision=figures.precision,
         lacks_frozen=lacks_frozen,
     )
+    if (pace := reported_line(report)) is not None and not request.is_simulated:
+        records.save_state(request.context, SPEED, pace)  # by which plans are checked
     return padded(report)
 
 

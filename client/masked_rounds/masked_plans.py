@@ -11,7 +11,7 @@ from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.plan_features import PlanFeature, load_model
 from headwater.client.secagg.pending import pending_in
-from headwater.client.secagg.plan_policy import check_plan
+from headwater.client.secagg.plan_policy import check_plan, check_time
 from headwater.client.secagg.prepare import check_masking
 from headwater.common.flower import records
 from headwater.common.messages import Plan
@@ -42,6 +42,8 @@ class MaskedPlans(PlanFeature):
         if "secagg" in plan.terms:
             told, name = told_examples(request, plan), request.identity.name
             check_plan(plan, secure_of(request), name=name, told_examples=told)
+            if not request.is_simulated:  # whose hardware changes from round to round
+                check_time(plan, request.speed, name=name)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
         if "secagg" not in plan.terms:

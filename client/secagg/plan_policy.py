@@ -6,6 +6,7 @@ never from an example: a refusal is a message that the server reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.rounds import MIN_MASKED_FRACTION
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.stats.linear_fit import Line
+
+LEAST_TIME = 0.8
+"""Of the time that a device needs for its quota, by its own figures: a plan gives at least this."""
 
 
 def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: int | None) -> None:
@@ -103,6 +108,31 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{name}, round {plan.round}: the plan weighs the update as {plan.weigh_as:,} "
             f"examples, the device told of {told_examples or 0:,}",
             remedy="start the device with --declared-examples",
+        )
+
+
+def check_time(plan: Plan, pace: Line | None, *, name: str) -> None:
+    """Check that a masked plan leaves time for its quota.
+
+    What a device cannot do in time it leaves out: a server that gives all members but one hardly a
+    moment opens that one's update. Each member that follows this refuses such a plan, so the one is
+    left without a session. ``pace`` are the seconds of a micro-batch, as the device measured and
+    told them before it held a model of the server's; None if it told none.
+
+    Raises:
+        MaskingTooWeak: it does not.
+    """
+    limits = (plan.answer_by, plan.deadline_seconds, plan.finish_seconds)
+    given = min((seconds for seconds in limits if seconds is not None), default=math.inf)
+    needed = 0.0
+    if pace is not None:
+        needed = plan.accumulation_steps * pace.base + plan.quota * pace.each
+    if given < LEAST_TIME * needed:
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan gives {given:.3g} s for {plan.quota} examples "
+            f"in micro-batches of {plan.micro_batch_size}, and this device told that they take "
+            f"{needed:.3g} s: what it leaves out would show the other members' parts",
+            remedy="raise --deadline, or ask for fewer examples",
         )
 
 

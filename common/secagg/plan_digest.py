@@ -7,9 +7,9 @@ plan's, and a server that shows it otherwise to one device has another session t
 share opens (``common.secagg.session``).
 
 Every feature's terms are in it, by name, with all that they do not leave out
-(``Terms.shared_text``). Not in it: the quota, whose share of the session a device checks in the
-roster; the micro-batch size, which changes no sum; and the times, which may differ between devices
-of unlike speed.
+(``Terms.shared_text``). Not in it is what may differ between devices (``OF_EACH``): the quota,
+whose share of the session a device checks in the roster; micro-batch size and times, which each
+checks against its own speed (``client.secagg.plan_policy.check_time``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ import hashlib
 from headwater.common.messages import Plan
 from headwater.common.secagg.session import framed
 from headwater.common.terms import shared_texts
+
+OF_EACH = {
+    "quota": "each device's own; its planned weight is in the roster",
+    "micro_batch_size": "each device's own; a sum is the same however it is cut",
+    "deadline_seconds": "a device refuses a time in which it cannot do its quota",
+    "finish_seconds": "as the deadline",
+    "counted_round": "each device's own; it settles which examples come next",
+    "share": "each device's own; it gives no less of its time than its owner says",
+    "weigh_as": "each device's own; that there is one is in the digest, and it is in the roster",
+    "frozen": "the model's; what is masked is of the model whose digest the session has",
+    "reason": "a text for people",
+}
+"""The fields of a plan that members need not have in common, and why none of them starves one."""
 
 
 def plan_digest(plan: Plan) -> bytes:
@@ -30,6 +43,7 @@ def plan_digest(plan: Plan) -> bytes:
             plan.run_seed,
             plan.model_version,
             plan.precision,
+            "any tokens" if plan.max_tokens is None else plan.max_tokens,
             float(plan.held_out_fraction).hex(),
             f"holds out {plan.held_out}",
             "weighed by data" if plan.weigh_as is not None else "weighed by what is summed",

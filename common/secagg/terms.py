@@ -28,8 +28,7 @@ class MaskingTerms(Terms):
     def shared_text(self) -> str:
         """Return nothing: a session agrees on its members, and devices of unlike speed on no time.
 
-        A server that gives some devices no time to train makes their part of the sum small: the
-        least quota counts planned examples, not summed ones.
+        A device refuses a time in which it cannot do its quota (``client.secagg.plan_policy``).
         """
         return ""
 

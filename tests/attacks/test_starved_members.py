@@ -1,0 +1,110 @@
+"""A server that gives all members of a session but one hardly a moment, to open that one's update.
+
+Planned weights do not show it: each member planned as much as the victim, and added one example.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.client.app import app
+from headwater.client.flower.node import Node
+from headwater.client.secagg.plan_policy import LEAST_TIME, check_time
+from headwater.client.trainer.trainer import Trainer
+from headwater.client.training.context import Identity
+from headwater.common.errors import MaskingTooWeak
+from headwater.common.messages import Plan
+from headwater.common.secagg.plan_digest import OF_EACH, plan_digest
+from headwater.common.stats.linear_fit import Line
+from tests.client.secagg.cohort import describe
+from tests.masked import RUN, plan, settings_of
+from tests.python_tasks import SIGNS
+
+# Another value of each field that all members have in common.
+COMMON: dict[str, Any] = {
+    "round": 2,
+    "run_seed": 9,
+    "model_version": 5,
+    "max_tokens": 7,
+    "precision": "bfloat16",
+    "held_out_fraction": 0.5,
+    "held_out": "last",
+}
+
+
+def test_every_field_of_a_plan_is_common_to_all_members_or_starves_none() -> None:
+    assert set(Plan.model_fields) == {*COMMON, *OF_EACH, "terms"}
+    for field, value in COMMON.items():
+        assert plan_digest(plan(**{field: value})) != plan_digest(plan()), field
+    for field in OF_EACH.keys() - {"weigh_as"}:
+        other: Any = {"frozen": "0" * 64, "reason": "another"}.get(field, 1)
+        changes: dict[str, Any] = {field: other}
+        assert plan_digest(plan(**changes)) == plan_digest(plan()), field
+
+
+PACE = Line(base=0.5, each=0.25)
+NEEDED = 2 * 0.5 + 8 * 0.25  # of 8 examples in two micro-batches
+
+
+@pytest.mark.parametrize("field", ["answer_seconds", "deadline_seconds", "finish_seconds"])
+def test_a_plan_gives_a_device_time_for_its_quota(field: str) -> None:
+    given: dict[str, Any] = {"answer_seconds": 100.0}
+    check_time(plan(**given | {field: LEAST_TIME * NEEDED}), PACE, name="pi")
+    for seconds in (LEAST_TIME * NEEDED * 0.99, 1e-6):
+        with pytest.raises(MaskingTooWeak, match="the plan gives"):
+            check_time(plan(**given | {field: seconds}), PACE, name="pi")
+
+
+def test_small_micro_batches_take_the_time_that_they_take() -> None:
+    asked: dict[str, Any] = {"answer_seconds": LEAST_TIME * NEEDED}
+    with pytest.raises(MaskingTooWeak, match="micro-batches of 1"):
+        check_time(plan(**asked, micro_batch_size=1), PACE, name="pi")
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Node:
+    """Return a real device that masks, after it has told the server its speed."""
+    chosen = settings_of(task=SIGNS, secure={"aggregation": "semi-honest", "min_quota": 1})
+    trainer = Trainer(SIGNS, batch_norm=None, check_task=False)
+    identity = Identity(name="pi", data=None, part=0, num_parts=1)
+    node = Node(app, trainer, identity, chosen, tmp_path)
+    node.enter(RUN)
+    layout = trainer.image.layout
+    wanted = json.loads(describe())
+    wanted |= {"layout_digest": layout.digest, "num_parameters": layout.num_parameters}
+    wanted.pop("layout", None)
+    told = node.answer(
+        message_id="d", message_type="query.describe", head_json=json.dumps(wanted), payload=None
+    )
+    assert told.error is None
+    assert json.loads(told.head_json)["seconds_per_example"] > 0
+    return node
+
+
+def answer(node: Node, **asked: Any) -> str:
+    """Return the code of the error with which a device answers a plan; "" if it carries it out."""
+    sent = node.answer(
+        message_id="m",
+        message_type="train",
+        head_json=plan(**asked).model_dump_json(),
+        payload=node.trainer.image.buffer(),
+    )
+    return "" if sent.error is None else sent.error.code
+
+
+def test_a_starving_plan_is_refused_and_an_honest_one_carried_out(device: Node) -> None:
+    starving: dict[str, Any] = {"quota": 40, "micro_batch_size": 1}
+    assert answer(device, **starving, answer_seconds=1e-6) == "MaskingTooWeak"
+    assert answer(device, **starving, answer_seconds=9.0, deadline_seconds=1e-6) == "MaskingTooWeak"
+    assert answer(device, **starving, answer_seconds=9.0, finish_seconds=1e-6) == "MaskingTooWeak"
+    assert answer(device, quota=8, micro_batch_size=4, answer_seconds=0.5) == ""
+
+
+def test_the_speed_by_which_plans_are_checked_outlives_the_process(
+    device: Node, tmp_path: Path
+) -> None:
+    assert json.loads((tmp_path / f"pi-{RUN}.json").read_text())["pace"]["each"] > 0
