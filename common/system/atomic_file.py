@@ -10,7 +10,15 @@ from pathlib import Path
 OWNER_ONLY = 0o600
 READABLE = 0o644
 PRIVATE = 0o700  # of a folder
+OTHERS = 0o077  # the mode bits of all but the owner
 NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither this nor owners' mode bits
+
+
+def keep_private() -> int:
+    """Let only this user read what the process makes from now on; return the umask before."""
+    before = os.umask(OTHERS)
+    os.umask(before | OTHERS)
+    return before
 
 
 @contextlib.contextmanager

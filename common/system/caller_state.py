@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headwater.common.errors import remedy_in_traceback
+from headwater.common.system.atomic_file import keep_private
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
 from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.stop_signals import (
@@ -39,8 +40,8 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
 
     In the main thread SIGTERM raises KeyboardInterrupt, as Ctrl-C does. An error gets its remedy as
     a note, which a traceback shows. What the whole process shares (random states, torch's threads,
-    the log, the working folder, the garbage collector) is restored in the main thread only: another
-    thread would undo what the main thread changed meanwhile.
+    the log, the working folder, the umask, the garbage collector) is restored in the main thread
+    only: another thread would undo what the main thread changed meanwhile.
     """
     is_main = threading.current_thread() is threading.main_thread()
     variables = {name: os.environ.get(name) for name in QUIET_DEPENDENCIES}
@@ -67,9 +68,11 @@ def _own_process_state() -> Iterator[None]:
     num_threads, folder, was_frozen = torch.get_num_threads(), os.getcwd(), gc.get_freeze_count()
     root = logging.getLogger()
     level, log_handlers = root.level, root.handlers[:]
+    umask = keep_private()
     try:
         yield
     finally:
+        os.umask(umask)
         torch.set_num_threads(num_threads)
         root.setLevel(level)
         root.handlers[:] = log_handlers

@@ -17,6 +17,7 @@ import typer
 
 from headwater.common.errors import HeadwaterError, SettingsError
 from headwater.common.settings.flags import OTHER_PANEL, SettingsGroup, overrides
+from headwater.common.system.atomic_file import keep_private
 from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.stop_signals import is_interrupted
 
@@ -63,7 +64,12 @@ class CommandGroup(SettingsGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; no traceback shows the frames of the command line's libraries."""
+        """Run the command; no traceback shows the frames of the command line's libraries.
+
+        What it writes is its user's alone, whatever the umask is: models, logs and histories say
+        something of the data.
+        """
+        keep_private()
         with lasting_output():
             return self._invoke(ctx)
 

@@ -11,6 +11,7 @@ Sources: leases, Gray and Cheriton 1989; terms and fencing, Ongaro and Ousterhou
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from typing import Any, Literal
 from headwater.common.errors import CheckpointCorrupt
 
 NAME = "term"
+STORED = re.compile(r"\d{1,20}-\d{1,20}-[^/\\\0]{1,1000}")
+"""A name in the store, as ``SharedFiles`` gives it."""
 
 Stands = Literal["serving", "free", "drained", "failed", "finished"]
 """free: the server has ended so that another may continue; the last three: none should."""
@@ -62,12 +65,27 @@ class TermRecord:
         """
         try:
             plain: dict[str, Any] = json.loads(content)
-            return TermRecord(**{**plain, "log_pieces": tuple(plain["log_pieces"])})
-        except (ValueError, TypeError, KeyError) as error:
+            record = TermRecord(**{**plain, "log_pieces": tuple(plain["log_pieces"])})
+            record._check_names()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(
                 f"the shared state's record of terms cannot be read: {error}",
                 remedy="name another --shared-state, or restore it from a backup",
             ) from error
+        return record
+
+    def _check_names(self) -> None:
+        """Check that no name leads out of the run's folder, or of the store.
+
+        Raises:
+            ValueError: one does.
+        """
+        stored = [*self.files.values(), *self.log_pieces]
+        parts = [part for path in self.files for part in path.split("/")]
+        if not all(STORED.fullmatch(one) for one in stored):
+            raise ValueError("a stored file has a name that no server gives")
+        if any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+            raise ValueError("a file has a name that leads out of the run's folder")
 
     def taken_by(self, holder: str, *, term_seconds: float) -> TermRecord:
         """Return the record of the next term."""
