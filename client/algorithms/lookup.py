@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from headwater.common.errors import AlgorithmMismatch
 from headwater.common.messages import Plan
 from headwater.common.named_objects import constructed
+from headwater.common.parsed_text import json_of
 from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings
 
@@ -75,6 +76,6 @@ def check_algorithm(servers: str | None, chosen: AlgorithmSettings, *, name: str
 
 @cached_in_scope()
 def _made(name: str, arguments_json: str) -> ClientAlgorithm:
-    arguments = json.loads(arguments_json)
+    arguments = json_of(arguments_json)
     found = constructed(name, arguments, what="client algorithm", method="train")
     return cast("ClientAlgorithm", found)

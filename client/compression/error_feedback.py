@@ -47,6 +47,7 @@ from headwater.common.compression.encoding import coding_of
 from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.parsed_text import json_of
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class ErrorFeedback:
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
         if length > MAX_HEAD_BYTES:
             raise ValueError("it is damaged")
-        head = json.loads(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]))
+        head = json_of(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]))
         values = data[LENGTH_BYTES + length :]
         if head["layout"] != self._layout_digest:
             raise ValueError("it belongs to a model of another layout")

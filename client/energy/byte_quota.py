@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headwater.common.errors import StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class ByteQuota:
 
 def _read(path: Path) -> dict[dt.date, int]:
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
+        counts = json_of(path.read_text(encoding="utf-8"))
         days = {dt.date.fromisoformat(day): used for day, used in counts.items()}
         if not all(type(used) is int and used >= 0 for used in days.values()):
             raise ValueError("a count is not a whole number of 0 or more")

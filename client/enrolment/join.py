@@ -13,7 +13,6 @@ import logging
 import random
 import secrets
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from headwater.common.errors import (
     ProtocolMismatch,
     TooManyAttempts,
 )
+from headwater.common.parsed_text import toml_of
 from headwater.common.system.atomic_file import (
     OWNER_ONLY,
     READABLE,
@@ -262,7 +262,7 @@ def _write_files(
     try:
         tree: dict[str, Any] = {}
         if settings.exists():
-            tree = tomllib.loads(settings.read_text(encoding="utf-8"))
+            tree = toml_of(settings.read_text(encoding="utf-8"))
         for branch, values in changes.items():
             tree[branch] = {**tree.get(branch, {}), **values}
         write_atomically(ca_path, certificate_pem(ca), mode=READABLE)

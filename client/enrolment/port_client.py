@@ -22,6 +22,7 @@ from headwater.common.errors import (
     TooManyAttempts,
     error_of,
 )
+from headwater.common.parsed_text import json_of
 from headwater.common.transport.certificates import certificate_pem
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.proxy import ProxyRefused, connect, proxy_remedy
@@ -84,7 +85,7 @@ def _read_line(secure: ssl.SSLSocket) -> bytes:
 
 def _parse(line: bytes, token: JoinToken) -> tuple[dict[str, Any], float]:
     try:
-        answer = json.loads(line)
+        answer = json_of(line)
         now = float(answer["now"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ProtocolMismatch(f"{token.address} is not a Headwater enrolment port") from error

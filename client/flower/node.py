@@ -7,7 +7,6 @@ the state file (``client.flower.state_file``) before an answer is sent.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from headwater.common.errors import (
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Node:
 
     def _count(self, content: RecordDict) -> None:
         """Count an update, unless its report is one that the server will not be able to read."""
-        is_masked = "steps" not in json.loads(records.head_json(content))
+        is_masked = "steps" not in json_of(records.head_json(content))
         with contextlib.suppress(CorruptUpdate):
             if is_masked:
                 self.counters.add_update(records.read(content, ReadyReport))

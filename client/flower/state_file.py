@@ -20,6 +20,7 @@ from typing import Any
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
 from headwater.common.model.local_state import LocalStore
+from headwater.common.parsed_text import json_of
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
@@ -99,7 +100,7 @@ class StateFile:
             StateError: the file cannot be read, or an entry is not valid.
         """
         try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
+            entries = json_of(self.path.read_text(encoding="utf-8"))
             for name in _REMOVED:
                 entries.pop(name, None)
             for name, plain in entries.items():

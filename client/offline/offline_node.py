@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from headwater.client.flower.state_file import OFFLINE, offline_name
 from headwater.client.node_features import NodeAnswer, NodeFeature
 from headwater.client.offline.offline_sum import OfflineSumFile
+from headwater.common.parsed_text import json_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class OfflineNode(NodeFeature):
     def _may_go_on(self, plan_json: str, answer: NodeAnswer) -> bool:
         if answer.error is not None or self.node.trainer.stop_requested.is_set():
             return False
-        plan, report = json.loads(plan_json), json.loads(answer.head_json)
+        plan, report = json_of(plan_json), json_of(answer.head_json)
         terms = plan.get("terms", {})
         windows = terms.get("offline", {}).get("windows", 1)
         most = min(self.node.settings.asynchronous.offline_windows, windows)

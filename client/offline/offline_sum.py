@@ -31,6 +31,7 @@ from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import FeatureMissing, StateError
 from headwater.common.messages import MAX_STEPS, Plan, UpdateReport
 from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class OfflineSumFile:
         """
         try:
             with self.path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                header = json_of(file.read(int.from_bytes(file.read(8), "little")))
                 digest = hashlib.sha256(header["sum"].encode())
                 for into in torch.split(values_P, CHUNK):
                     data = bytearray(file.read(4 * len(into)))
@@ -153,14 +154,14 @@ class OfflineSumFile:
                 num_bytes = int.from_bytes(file.read(8), "little")
                 if num_bytes > MAX_HEADER_BYTES:
                     raise ValueError("its header is too long")
-                header = json.loads(file.read(num_bytes))
+                header = json_of(file.read(num_bytes))
                 if values_P is not None:
                     vector = values_P.numpy().data.cast("B")
                     if file.readinto(vector) != len(vector) or file.read(1):
                         raise ValueError("it has another length")
                     if _digest(header["sum"], vector) != header["sha256"]:
                         raise ValueError("its digest does not match")
-            return _parse(json.loads(header["sum"]))
+            return _parse(json_of(header["sum"]))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, ValidationError, FeatureMissing) as error:

@@ -6,7 +6,6 @@ answer to the next plan is then the sum, if the server still takes it.
 
 from __future__ import annotations
 
-import json
 import logging
 
 from headwater.client.algorithms.lookup import algorithm_for
@@ -17,6 +16,7 @@ from headwater.common.errors import HeadwaterError, StateError
 from headwater.common.flower import records
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
+from headwater.common.parsed_text import json_of
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def go_on_offline(request: DeviceRequest) -> Update | None:
         StateError: it cannot be written; or see ``add_window``.
     """
     content = request.message.content
-    parts = json.loads(records.head_json(content))
+    parts = json_of(records.head_json(content))
     if not parts:
         return add_window(request)
     kept = OfflineSum(

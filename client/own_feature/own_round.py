@@ -25,6 +25,7 @@ from headwater.common.errors import (
 from headwater.common.messages import Plan
 from headwater.common.model.local_state import LocalStore
 from headwater.common.own_feature.found import OwnFeature, own_features
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.sums.named_sums import named_sums
 from headwater.common.user_code import running
@@ -185,8 +186,8 @@ def _settled(store: LocalStore | None, counted_round: int | None) -> dict[str, T
     from safetensors.torch import load
 
     try:
-        header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        pending_round = json.loads(header["__metadata__"]["pending_round"])
+        header: Any = json_of(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        pending_round = json_of(header["__metadata__"]["pending_round"])
         tensors = load(data)
     except Exception as error:
         if isinstance(error, HeadwaterError):

@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from headwater.client.privacy.example_spending import (
 )
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.messages import Plan
+from headwater.common.parsed_text import json_of
 from headwater.common.privacy.epoch_cost import EpochCost
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy.terms import PrivacyTerms
@@ -95,7 +96,7 @@ class SpentFile:
             StateError: the file cannot be read.
         """
         try:
-            spent = _read(json.loads(self.path.read_text(encoding="utf-8")))
+            spent = _read(json_of(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Spent()
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -167,7 +168,9 @@ class SpentFile:
             os.close(descriptor)
 
 
-def _read(plain: dict[str, Any]) -> Spent:
+def _read(plain: Any) -> Spent:
+    if not isinstance(plain, dict) or "rho" not in plain:  # nothing spent is said, not left out
+        raise ValueError("it does not say what is spent (rho)")
     examples = plain.pop("examples", None)
     spent = Spent(**plain)
     if examples is None:  # a file of an earlier version has rounds with noise for devices alone
@@ -175,9 +178,10 @@ def _read(plain: dict[str, Any]) -> Spent:
         spent = replace(spent, examples=ExampleSpent(cost=cost, before=cost))
     else:
         spent = replace(spent, examples=ExampleSpent.of(examples))
-    for rho in (spent.rho, spent.examples.cost.rho):
-        if not (math.isfinite(rho) and rho >= 0):
-            raise ValueError(f"rho is {rho}")
+    counted = (spent.num_updates, spent.last_rho, *astuple(spent.examples.cost))
+    for number in (spent.rho, *counted):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{number} is nothing that was spent")
     return spent
 
 

@@ -27,11 +27,13 @@ from typing import Protocol
 
 from headwater.client.training.sampler import seed_of
 from headwater.common.errors import StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES, MODEL_BYTES = 32, 16
+MAX_EXAMPLES = 1 << 24  # of one device: a range in a file could else take all memory
 NONE_MASKED: frozenset[int] = frozenset()
 
 
@@ -108,7 +110,7 @@ class HistoryFile:
         if end < len(data):  # a line that was cut off belongs to an update that was not masked
             log.warning("%s: the last line is incomplete, and is removed", self._path)
             os.truncate(self._path, end)
-        first, *lines = (json.loads(line) for line in data[:end].splitlines())
+        first, *lines = (json_of(line) for line in data[:end].splitlines())
         for line in lines:
             self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
         secret = bytes.fromhex(first["secret"])
@@ -191,6 +193,12 @@ def to_ranges(numbers: Sequence[int]) -> list[int]:
 
 
 def from_ranges(ends: Sequence[int]) -> set[int]:
-    """Return the numbers of pairs of first and last."""
-    pairs = zip(ends[::2], ends[1::2], strict=True)
+    """Return the numbers of pairs of first and last.
+
+    Raises:
+        ValueError: they are more than a device can have.
+    """
+    pairs = list(zip(ends[::2], ends[1::2], strict=True))
+    if sum(last - first + 1 for first, last in pairs) > MAX_EXAMPLES or min(ends, default=0) < 0:
+        raise ValueError(f"ranges of more than {MAX_EXAMPLES:,} examples, or below zero")
     return {number for first, last in pairs for number in range(first, last + 1)}

@@ -40,6 +40,7 @@ from headwater.client.training.spool_content import (
 )
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.messages import Plan
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_private_folder
 
 log = logging.getLogger(__name__)
@@ -174,9 +175,9 @@ class SpooledWindow:
         num_header_bytes = int.from_bytes(file.read(8), "little")
         if num_header_bytes > MAX_HEADER_BYTES:
             raise _Unusable("it is damaged")
-        header = json.loads(file.read(num_header_bytes))
+        header = json_of(file.read(num_header_bytes))
         text, digest = header["__metadata__"]["state"], header["__metadata__"]["sha256"]
-        state = json.loads(text)
+        state = json_of(text)
         self._check_belongs(state["belongs"])
         plain = state.get("content", {})
         num_bytes = os.fstat(file.fileno()).st_size - file.tell()

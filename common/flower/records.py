@@ -29,6 +29,7 @@ from headwater.common.errors import (
     travelling,
 )
 from headwater.common.messages import MAX_FAULTS, Plan, Update, UpdateReport
+from headwater.common.parsed_text import json_of
 
 FLAT = "headwater.flat"
 HEAD, VECTOR = "head", "vector"
@@ -210,7 +211,7 @@ def error_of_reply(message: Message) -> HeadwaterError:
     reason = message.error.reason or ""
     if message.error.code == OWN_ERROR:
         try:
-            code, text = json.loads(reason)
+            code, text = json_of(reason)
         except (ValueError, TypeError):
             return HeadwaterError(reason[:500])
         return error_of(str(code), str(text))
@@ -244,7 +245,7 @@ def load_state(context: Context, name: str) -> dict[str, Any] | None:
     record = context.state.get(name)
     if not isinstance(record, ConfigRecord):
         return None
-    return cast(dict[str, Any], json.loads(str(record["json"])))
+    return cast(dict[str, Any], json_of(str(record["json"])))
 
 
 def save_bytes(context: Context, name: str, data: bytes) -> None:

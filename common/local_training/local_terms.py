@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.training import LocalSettings, PlanSettings
 
 MAX_ARGUMENTS, MAX_CHARACTERS = 16, 40
@@ -55,7 +56,7 @@ class LocalTerms:
     @staticmethod
     def of_text(text: str) -> LocalTerms:
         """Return the terms of a ``text``."""
-        return LocalTerms(**json.loads(text))
+        return LocalTerms(**json_of(text))
 
 
 def local_terms(local: LocalSettings, plan: PlanSettings) -> LocalTerms:

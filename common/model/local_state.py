@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.common.errors import ModelMismatch, StateError
 from headwater.common.model.layout import ModelLayout
+from headwater.common.parsed_text import json_of
 
 # Begins the names of pending values; no parameter's name begins with a dot.
 PENDING = "."
@@ -172,7 +173,7 @@ def _read(data: bytes, where: str) -> _Stored:
     from safetensors.torch import load
 
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header = json_of(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata = header["__metadata__"]
         tensors = load(data)
         pending = [name for name in tensors if name.startswith(PENDING)]
@@ -180,7 +181,7 @@ def _read(data: bytes, where: str) -> _Stored:
             pending={name.removeprefix(PENDING): tensors.pop(name) for name in pending},
             tensors=tensors,
             layout_digest=metadata["layout_digest"],
-            **json.loads(metadata["rounds"]),
+            **json_of(metadata["rounds"]),
         )
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise StateError(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from headwater.common.errors import LocalParametersMismatch, ModelMismatch
+from headwater.common.parsed_text import json_of
 
 # A tensor's name, shape and dtype; the dtype is empty where it need not agree.
 Row = tuple[str, tuple[int, ...], str]
@@ -77,7 +78,7 @@ def of_text(text: str) -> list[Row]:
     try:
         return [
             (_printable(name), tuple(int(size) for size in shape), _printable(dtype))
-            for name, shape, dtype in json.loads(text)
+            for name, shape, dtype in json_of(text)
         ]
     except (ValueError, TypeError, RecursionError):
         return []

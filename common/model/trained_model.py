@@ -33,6 +33,7 @@ from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
 from headwater.common.named_objects import part_of
+from headwater.common.parsed_text import json_of
 from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
 from headwater.common.task_spec import split_spec
@@ -109,13 +110,13 @@ class ModelRecord:
         best, rounds = metadata.get("best"), metadata.get("rounds")
         return cls(
             task=metadata.get("task"),
-            settings=dict(json.loads(metadata.get("settings", "{}"))),
+            settings=dict(json_of(metadata.get("settings", "{}"))),
             rounds=None if rounds is None else int(rounds),
             headwater=metadata.get("headwater"),
             torch=metadata.get("torch"),
             replaced_layers=_LAYERS.validate_json(metadata.get("replaced_layers", "{}")),
             layout_digest=metadata.get("layout_digest"),
-            best=None if best is None else dict(json.loads(best)),
+            best=None if best is None else dict(json_of(best)),
             base_digest=metadata.get(BASE_KEY),
         )
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
+from headwater.common.parsed_text import toml_of
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings, flattened
 from headwater.common.task_spec import name_of
@@ -121,7 +122,7 @@ def read_tree(file: Path) -> dict[str, Any]:
         SettingsError: the file is missing or not TOML.
     """
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return toml_of(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

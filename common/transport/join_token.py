@@ -17,6 +17,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from headwater.common.errors import JoinTokenBroken, SettingsError
+from headwater.common.parsed_text import json_of
 from headwater.common.transport.certificates import check_name
 from headwater.common.transport.tls import split_address
 
@@ -88,7 +89,7 @@ class JoinToken:
             # The last character has bits that are in no byte: they must be as we write them.
             if check != _check(body) or PREFIX + _text(whole) != text:
                 raise JoinTokenBroken("the join token is incomplete, or a character was changed")
-            return cls._of(json.loads(body))
+            return cls._of(json_of(body))
         except (ValueError, KeyError, TypeError, AttributeError, SettingsError) as error:
             if isinstance(error, JoinTokenBroken):
                 raise

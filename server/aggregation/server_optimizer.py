@@ -19,6 +19,7 @@ from torch import Tensor
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
+from headwater.common.parsed_text import json_of
 from headwater.common.settings import schema as settings
 from headwater.common.user_code import running
 from headwater.server.aggregation.optimizer_changes import (
@@ -256,7 +257,7 @@ class ServerOptimizer:
             CheckpointCorrupt: the state cannot be read, or is of another schedule.
         """
         try:
-            plain = json.loads(rest)
+            plain = json_of(rest)
             if plain["kinds"][0] != self._kinds[0]:
                 raise SettingsError(
                     f"the run was started with the optimizer {plain['kinds'][0]}, whose state does "

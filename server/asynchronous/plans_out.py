@@ -19,6 +19,7 @@ from headwater.common.errors import FeatureMissing, StateError
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan, UpdateReport
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.local_training.local_plans import algorithm_of
@@ -60,7 +61,7 @@ class PlansOut:
             return is_new and _way_of(plan) == self._algorithm
 
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            found = json_of(self._path.read_text(encoding="utf-8"))
             self._plans = {
                 name: [plan for plan in plans if is_open(name, plan)]
                 for name, texts in found.items()

@@ -32,6 +32,7 @@ from headwater.common.errors import (
     TooManyAttempts,
     travelling,
 )
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.common.transport.certificates import certificate_pem
@@ -231,7 +232,7 @@ class EnrolmentPort:
 
     def _answer(self, line: bytes, peer: str) -> dict[str, Any]:
         try:
-            fields = json.loads(line)
+            fields = json_of(line)
         except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict) or fields.get("version") != VERSION:

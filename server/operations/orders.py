@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console
 from headwater.server.operations import sqlite_history
@@ -92,7 +93,7 @@ def read_order(folder: Path) -> Order | None:
     """
     path = folder / FILE
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json_of(path.read_text(encoding="utf-8"))
         verb, at = fields["verb"], float(fields["at"])
     except FileNotFoundError:
         return None

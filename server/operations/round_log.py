@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from headwater.common.errors import StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.printable import printable_name
@@ -207,7 +208,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
+                row = json_of(line)
             except ValueError:  # also bytes that are no text, as a power failure leaves them
                 row = None
             if isinstance(row, dict) and isinstance(row.get("round"), int):

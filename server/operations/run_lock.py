@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.file_lock import try_lock
 from headwater.server.operations.sqlite_history import FILE as HISTORY
 
@@ -114,7 +115,7 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
     try:
         heartbeat = os.fstat(file).st_mtime
         try:
-            info = json.loads(os.read(file, 65_536) or b"{}")
+            info = json_of(os.read(file, 65_536) or b"{}")
         except ValueError:
             info = {}  # the server is writing it
         is_up = not try_lock(file, is_shared=True)

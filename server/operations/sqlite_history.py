@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.json_logs import to_json_value
 from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
@@ -238,16 +239,14 @@ class HistorySnapshot:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.devices = _devices(database)
-        self.state = {
-            key: json.loads(value) for key, value in database.execute("SELECT * FROM state")
-        }
+        self.state = {key: json_of(value) for key, value in database.execute("SELECT * FROM state")}
         cursor = database.execute("SELECT * FROM rounds ORDER BY round DESC LIMIT 1")
         names = [column[0] for column in cursor.description]
         last = cursor.fetchone()
         self.last_round: dict[str, Any] | None = None
         if last is not None:
             self.last_round = dict(zip(names, last, strict=True))
-            self.last_round["metrics"] = json.loads(self.last_round["metrics"])
+            self.last_round["metrics"] = json_of(self.last_round["metrics"])
         self.events = [
             {"at": at, "kind": kind, "detail": detail}
             for at, kind, detail in database.execute(

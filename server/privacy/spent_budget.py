@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import CheckpointCorrupt, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
@@ -34,7 +35,7 @@ def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float
     if path is None or (not num_rounds and not path.exists()):
         return []
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["sums"]
+        rows = json_of(path.read_text(encoding="utf-8"))["sums"]
         events = [(float(row["noise_multiplier"]), int(row["count"])) for row in rows]
         if not all(multiplier > 0 and count > 0 for multiplier, count in events):
             raise ValueError("an entry is not positive")
@@ -54,7 +55,7 @@ def read_epochs(folder: Path | None) -> ExampleEpochs | None:
     assert folder is not None  # ``read_events`` found some
     path = folder / PRIVACY_FILE
     try:
-        plain = json.loads(path.read_text(encoding="utf-8")).get("epochs")
+        plain = json_of(path.read_text(encoding="utf-8")).get("epochs")
         return None if plain is None else from_json(plain)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, str(error)) from error
@@ -70,7 +71,7 @@ def read_banded(folder: Path | None) -> Mapping[str, Any] | None:
     if path is None or not path.exists():
         return None
     try:
-        found: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get(BANDED)
+        found: Mapping[str, Any] | None = json_of(path.read_text(encoding="utf-8")).get(BANDED)
     except (OSError, ValueError, AttributeError) as error:
         raise _corrupt(path, str(error)) from error
     return found
@@ -86,7 +87,7 @@ def _corrupt(path: Path, why: str) -> CheckpointCorrupt:
 def spent_in(folder: Path) -> dict[str, float | str] | None:
     """Return epsilon, delta and their unit in a folder's file; None if there is none."""
     try:
-        content = json.loads((folder / PRIVACY_FILE).read_text(encoding="utf-8"))
+        content = json_of((folder / PRIVACY_FILE).read_text(encoding="utf-8"))
         figures = {key: float(content[key]) for key in ("epsilon", "delta")}
         return {**figures, "unit": str(content.get("unit", "device"))}
     except (OSError, ValueError, KeyError, TypeError):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.parsed_text import toml_of
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.operations.log_limits import older_file
 from headwater.server.operations.round_log import ROUNDS, rows_of
@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _about(folder: Path, last: dict[str, Any]) -> dict[str, Any]:
     """Return what the run's settings file says; what it does not say is unknown."""
     try:
-        known = tomllib.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        known = toml_of((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
     mode = known.get("secure", {}).get("aggregation", "off")

@@ -32,6 +32,7 @@ from headwater.common.model import frozen_part
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.tensor_file import write_tensors
 from headwater.common.model.trained_model import CHECKPOINT_KEY
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import atomic_writer
 
 FILE = "checkpoint.safetensors"
@@ -139,7 +140,7 @@ def load(folder: Path) -> Saved | None:
         checked = plain if version == "2" else f"{version} {plain}"
         if metadata["sha256"] != digest(checked, tensors):
             raise CheckpointCorrupt(f"{path}: the SHA-256 of its content is not the stored one")
-        row = json.loads(plain)
+        row = json_of(plain)
         if version == "2":
             _bring_up_to_date(row, tensors)
         progress = Progress(**row)
@@ -233,7 +234,7 @@ def saved_round(folder: Path) -> int | None:
     """Return the round of a folder's checkpoint, from its metadata; None if it cannot be read."""
     try:
         with safe_open(folder / FILE, framework="pt") as file:
-            return int(json.loads((file.metadata() or {})[CHECKPOINT_KEY])["round"])
+            return int(json_of((file.metadata() or {})[CHECKPOINT_KEY])["round"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 

@@ -6,7 +6,6 @@ may have what a library puts before them (``module.``, ``model.``), or lack it.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import re
@@ -31,6 +30,7 @@ from headwater.common.model.trained_model import (
     with_base,
 )
 from headwater.common.model.vectors import all_finite
+from headwater.common.parsed_text import json_of
 from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _read(path: Path) -> tuple[Path, ModelRecord, dict[str, Tensor]]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = set(json_of(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(
             f"{index} is no index of a model's shards: {type(error).__name__}: {error}",

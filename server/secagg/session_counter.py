@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headwater.common.errors import CheckpointCorrupt, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.secagg.protocol import SessionNumber, next_number
 from headwater.common.system.atomic_file import write_atomically
 
@@ -40,7 +41,7 @@ class SessionNumbers:
         """The last number of each round; of the newest ``MAX_ROUNDS`` rounds that had sessions."""
         if self._path is not None and self._path.exists():
             try:
-                fields = json.loads(self._path.read_text(encoding="utf-8"))
+                fields = json_of(self._path.read_text(encoding="utf-8"))
                 if fields["run_id"] == run_id:
                     self._restored = SessionNumber(int(fields["round"]), int(fields["attempt"]))
                     self._highest = self._restored

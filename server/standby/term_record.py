@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from headwater.common.errors import CheckpointCorrupt
+from headwater.common.parsed_text import json_of
 
 NAME = "term"
 STORED = re.compile(r"\d{1,20}-\d{1,20}-[^/\\\0]{1,1000}")
@@ -64,7 +65,7 @@ class TermRecord:
             CheckpointCorrupt: it is no record.
         """
         try:
-            plain: dict[str, Any] = json.loads(content)
+            plain: dict[str, Any] = json_of(content)
             record = TermRecord(**{**plain, "log_pieces": tuple(plain["log_pieces"])})
             record._check_names()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from headwater.common.errors import StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.json_logs import rfc3339, to_json_value
@@ -70,7 +71,7 @@ def read_index(folder: Path) -> VersionIndex | None:
     """
     path = folder / FOLDER / INDEX
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = json_of(path.read_text(encoding="utf-8"))
         files = [str(one["file"]) for one in plain["versions"]]
         if any(Path(name).name != name for name in files):
             raise ValueError("a version's file lies in another folder")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import counted
 from headwater.server.features import POINTER, QUEUE
@@ -178,7 +179,7 @@ def _pointer(folder: Path) -> tuple[Path, str] | None:
     """Return the next run's folder, and the file of the queue that it was taken from."""
     path = folder / POINTER
     try:
-        pointer = json.loads(path.read_text(encoding="utf-8"))
+        pointer = json_of(path.read_text(encoding="utf-8"))
         out, taken = Path(pointer["out"]), str(pointer["file"])
     except FileNotFoundError:
         return None

@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from headwater.common.errors import SettingsError
+from headwater.common.parsed_text import toml_of
 
 REMEDY = "see docs/fleet.md for the file's keys and their ranges"
 
@@ -25,7 +26,7 @@ def read_tables(path: Path, kind: type[Tables], *, name: str) -> Tables:
         SettingsError: the file does not exist, is not TOML, or has a wrong, missing or unknown key.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = toml_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the {name} {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headwater.common.errors import SettingsError
+from headwater.common.parsed_text import toml_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load, with_default_task
 from headwater.common.task_spec import source_file
@@ -76,7 +77,7 @@ def read_sweep(path: Path | None) -> tuple[dict[str, Any], Sweep]:
     if path is None:
         return {}, Sweep()
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = toml_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the sweep's file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.simulation.sweep.grid import Point, SweepRun
 from headwater.simulation.sweep.worker import RESULT
@@ -84,7 +85,7 @@ def read_result(run: SweepRun) -> Result | None:
     """
     path = run.folder / RESULT
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json_of(path.read_text(encoding="utf-8"))
         rounds = result["rounds"]
         curves: dict[str, dict[int, float]] = {}
         for row in rounds:

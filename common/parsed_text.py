@@ -1,0 +1,47 @@
+"""Reads JSON and TOML of any origin: what is nested too deeply is a wrong text like any other."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+MAX_DEPTH = 100
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def json_of(text: str | bytes) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: it is no JSON, has a number of thousands of digits, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text.
+
+    Raises:
+        TOMLDecodeError: as ``json_of``.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError(TOO_DEEP) from None
+    except ValueError as error:  # of a number; a TOMLDecodeError is one too
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    level: list[Any] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for one in level
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return tree
+    raise tomllib.TOMLDecodeError(TOO_DEEP)
