@@ -8,8 +8,11 @@ in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a fil
 * for each masked update the model, as a keyed digest, and the numbers of the examples.
 
 Lines are appended and forced to disk before an update is masked; the file grows by a line for
-each, and is never rewritten. A model that differs in one bit is another model: what two sums at
-almost the same model show is out of scope (docs/security.md).
+each, and is never rewritten. Several processes may play the device (two runs, under the default
+names): each looks, under a lock, at what the others have masked before it masks.
+
+A model that differs in one bit is another model: what two sums at almost the same model show is out
+of scope (docs/security.md).
 """
 
 from __future__ import annotations
@@ -20,19 +23,24 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headwater.client.training.sampler import seed_of
-from headwater.common.errors import StateError
+from headwater.common.errors import StateError, UpdateAlreadyMasked
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
+from headwater.common.system.file_lock import try_lock
+from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES, MODEL_BYTES = 32, 16
+LOCK_SECONDS = 10.0  # a line is written and forced to disk in far less
 MAX_EXAMPLES = 1 << 24  # of one device: a range in a file could else take all memory
 NONE_MASKED: frozenset[int] = frozenset()
 
@@ -92,11 +100,16 @@ class HistoryFile:
         self._path = path
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
         self._num_planned: defaultdict[str, int] = defaultdict(int)
+        self._last: tuple[object, ...] = ()
+        """What this process added last: it is added again if what follows could not be stored."""
+        self._num_read = 0
+        """The bytes of the file whose lines are known."""
         try:
-            if not path.exists():
-                make_private_folder(path.parent)
-                self._append({"secret": os.urandom(SECRET_BYTES).hex()})
-            self._secret = self._read()
+            make_private_folder(path.parent)
+            with self._locked():
+                if not path.exists():
+                    self._append({"secret": os.urandom(SECRET_BYTES).hex()})
+                self._secret = self._read()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"the file {path} cannot be read: {type(error).__name__}: {error}",
@@ -111,8 +124,8 @@ class HistoryFile:
             log.warning("%s: the last line is incomplete, and is removed", self._path)
             os.truncate(self._path, end)
         first, *lines = (json_of(line) for line in data[:end].splitlines())
-        for line in lines:
-            self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
+        self._note_lines(lines)
+        self._num_read = end
         secret = bytes.fromhex(first["secret"])
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {len(secret)} bytes")
@@ -133,14 +146,58 @@ class HistoryFile:
 
         Raises:
             StateError: it could not be stored.
+            UpdateAlreadyMasked: another process has masked one of them at this model.
         """
         name = self._name_of(model_digest)
+        line: dict[str, object] = {"model": name, "examples": to_ranges(examples)}
+        line |= {} if num_planned is None else {"planned": num_planned}
         try:
-            line: dict[str, object] = {"model": name, "examples": to_ranges(examples)}
-            self._append(line | ({} if num_planned is None else {"planned": num_planned}))
-        except OSError as error:
-            raise StateError(f"the device cannot write what it masks: {error.strerror}") from error
+            with self._locked():
+                self._read_more()
+                both = self._masked[name] & set(examples)
+                if both and (name, *examples) != self._last:
+                    raise UpdateAlreadyMasked(
+                        "another process of this device has masked "
+                        f"{counted(len(both), 'example')} of this update at the same model",
+                        remedy="give each client of a machine a --name and a --state of its own",
+                    )
+                self._append(line)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise StateError(f"the device cannot write what it masks: {why}") from error
         self._note(name, set(examples), num_planned)
+        self._last = (name, *examples)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes of the device from adding: each looks at what the others did.
+
+        Raises:
+            OSError: one of them holds the file for long.
+        """
+        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, OWNER_ONLY)
+        try:
+            end = time.monotonic() + LOCK_SECONDS
+            while not try_lock(lock):
+                if time.monotonic() >= end:
+                    raise OSError(errno.EAGAIN, "another process of this device holds the file")
+                time.sleep(0.01)
+            yield
+        finally:
+            os.close(lock)
+
+    def _read_more(self) -> None:
+        """Note the updates that other processes of the device have masked since."""
+        with self._path.open("rb") as file:
+            file.seek(self._num_read)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._note_lines(json_of(line) for line in data[:end].splitlines())
+        self._num_read += end
+
+    def _note_lines(self, lines: Iterable[Any]) -> None:
+        for line in lines:
+            self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
 
     def _note(self, name: str, examples: set[int], num_planned: int | None) -> None:
         self._masked[name] |= examples
@@ -167,6 +224,7 @@ class HistoryFile:
             except OSError:
                 os.truncate(self._path, start)  # no later line may join a part of this one
                 raise
+            self._num_read = start + len(text)
         finally:
             os.close(file)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.secagg.masked_history import HistoryFile, from_ranges, to_ranges
-from headwater.common.errors import StateError
+from headwater.common.errors import StateError, UpdateAlreadyMasked
 
 ONE, OTHER = bytes(32), bytes([1] * 32)
 
@@ -75,3 +78,35 @@ def test_a_broken_file_is_refused(text: str, tmp_path: Path) -> None:
 @given(st.sets(st.integers(0, 60)))
 def test_ranges_hold_the_same_numbers(numbers: set[int]) -> None:
     assert from_ranges(to_ranges(list(numbers))) == numbers
+
+
+def test_two_processes_of_a_device_mask_no_example_twice_at_a_model(tmp_path: Path) -> None:
+    """Two runs under the default names: each process has read the file before the other masked."""
+    path = tmp_path / "pi-masked.jsonl"
+    one, other = HistoryFile(path), HistoryFile(path)
+    one.add(ONE, [1, 2, 3])
+    with pytest.raises(UpdateAlreadyMasked, match="another process of this device has masked 2"):
+        other.add(ONE, [2, 3, 4])
+    assert other.masked_at(ONE) == {1, 2, 3}  # its next plan leaves them out
+    other.add(ONE, [4, 5])
+    other.add(OTHER, [2])
+    one.add(ONE, [6])
+    assert one.masked_at(ONE) == {1, 2, 3, 4, 5, 6}
+    assert HistoryFile(path).masked_at(ONE) == {1, 2, 3, 4, 5, 6}
+
+
+def test_processes_that_begin_at_once_have_one_secret(tmp_path: Path) -> None:
+    path, begin = tmp_path / "pi-masked.jsonl", tmp_path / "begin"
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from headwater.client.secagg.masked_history import HistoryFile\n"
+        "path, begin, told = map(Path, sys.argv[1:])\n"
+        "while not begin.exists(): time.sleep(0.001)\n"
+        "told.write_text(str(HistoryFile(path).order_seed(1, 2)))"
+    )
+    told = [tmp_path / str(number) for number in range(4)]
+    begun = [subprocess.Popen([sys.executable, "-c", script, path, begin, one]) for one in told]
+    time.sleep(1.0)  # they have imported what they need
+    begin.touch()
+    assert [process.wait() for process in begun] == [0] * 4
+    assert len({one.read_text() for one in told}) == 1
