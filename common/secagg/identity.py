@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from headwater.common.errors import IdentityProblem, IdentityUnknown, SignatureRefused
+from headwater.common.secagg.secret import forbid_core_dumps
 from headwater.common.transport.limits import NAME_PATTERN
 
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
@@ -40,6 +41,10 @@ class SigningIdentity:
 
     name: str
     _key: Ed25519PrivateKey
+
+    def __post_init__(self) -> None:
+        """Keep the key out of a core file."""
+        forbid_core_dumps()
 
     @classmethod
     def new(cls, name: str) -> SigningIdentity:

@@ -4,17 +4,33 @@ In CPython, erasing means that the bytes are in one ``bytearray``, which is over
 It does not reach the copies that libraries make: ``X25519PrivateKey.exchange`` returns ``bytes``,
 which are freed and not cleared; OpenSSL clears its contexts when they are freed; the stack is not
 cleared. So erasing shortens the time in which a secret can be found in memory, and keeps this
-program from using it again. It does not guarantee that no copy is left, in memory or in swap.
+program from using it again. It does not guarantee that no copy is left, in memory or in swap. A
+process that holds a secret leaves no core file.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NoReturn, TypeVar, cast
 
 from headwater.common.errors import SecretErased
+from headwater.common.system.portability import optional_module
 
 T = TypeVar("T")
+resource = optional_module("resource")  # Windows has none, and writes no core files
+
+
+@functools.cache
+def forbid_core_dumps() -> None:
+    """Let a crash of this process write no image of its memory, with the keys in it.
+
+    A soft limit of one byte: at 0 Linux would still hand the image to a program that collects them.
+    """
+    if resource is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        if soft not in (0, 1):
+            resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
 
 
 class Secret:
@@ -27,6 +43,7 @@ class Secret:
     __slots__ = ("_bytes", "_form", "_is_erased")
 
     def __init__(self, value: bytes | bytearray | memoryview) -> None:
+        forbid_core_dumps()
         self._bytes = bytearray(value)
         self._is_erased = False
         self._form: object = None

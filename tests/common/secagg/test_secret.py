@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +88,26 @@ def test_erasing_releases_the_cached_form() -> None:
     assert watched() is not None
     secret.erase()
     assert watched() is None
+
+
+CRASHES = """
+import os, resource, sys
+from headwater.common.secagg.identity import SigningIdentity
+from headwater.common.secagg.secret import Secret
+
+resource.setrlimit(resource.RLIMIT_CORE, (1 << 30, 1 << 30))
+keep = Secret(b"a" * 32) if sys.argv[1] == "secret" else SigningIdentity.new("pi")
+print(resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)
+os.chdir(sys.argv[2])
+os.abort()
+"""
+
+
+@pytest.mark.parametrize("what", ["secret", "identity"])
+def test_a_process_that_holds_a_key_leaves_no_core_file(what: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES, what, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert done.stdout.strip() in ("0", "1")
+    assert list(tmp_path.iterdir()) == []
