@@ -30,6 +30,10 @@ HIGHER = words_of("""
     meteor chrf cider psnr ssim r2 correlation pearson spearman kendall kappa mcc likelihood
     concordance cindex purity nmi ari elbo reward rewards match tpr tnr npv ppv gini
 """)
+PARTS = words_of("""
+    accuracy acc accuracies right correct hits f1 f2 fbeta precision recall sensitivity
+    specificity auc auroc auprc iou miou jaccard dice purity tpr tnr npv ppv
+""")
 # Two words whose meaning is not that of the last one.
 PHRASES: dict[tuple[str, ...], Direction] = {
     ("negative", "log", "likelihood"): "min",
@@ -51,6 +55,16 @@ TURNED = words_of("""
 """)
 
 
+def _words_in(name: str) -> list[str]:
+    split = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
+    return [word for word in re.split(r"[^a-z0-9]+", split.lower()) if word]
+
+
+def is_part(name: str) -> bool:
+    """Return whether a metric is a part of the examples, by its name: at most 1."""
+    return not PARTS.isdisjoint(_words_in(name)) and direction_of(name) == "max"
+
+
 def direction_of(name: str) -> Direction | None:
     """Return which values of a metric are better; None if its name does not tell.
 
@@ -63,8 +77,7 @@ def direction_of(name: str) -> Direction | None:
     ``neg_mse``, ``error_reduction``  None: a word that may turn the meaning round
     ================================  ======================================================
     """
-    split = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
-    words = [word for word in re.split(r"[^a-z0-9]+", split.lower()) if word]
+    words = _words_in(name)
     for phrase, direction in PHRASES.items():
         if tuple(words[-len(phrase) :]) == phrase:
             rest = words[: -len(phrase)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,11 @@ from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
 from headwater.common.terms import KINDS, SumOf
 from headwater.common.wording import counted
+from headwater.server.aggregation.believed_figures import false_figures, without_figures
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
-from headwater.server.aggregation.round_reports import RoundSum, plain_sum
+from headwater.server.aggregation.round_reports import ReportColumns, RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import BranchOrder, Fleet
 from headwater.server.planning.features import demand_in, planning_features
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from headwater.server.aggregation.extra_sums import ExtraSums
 
 log = logging.getLogger(__name__)
+
+MAX_NAMES = 5  # devices that a line of the log names
 
 DEFAULT_DECISIONS = Decisions()
 
@@ -331,7 +334,7 @@ class Training:
         else:
             mean_P, weight = opened.held.held_mean(self.sum)
         done = plain_sum(
-            opened.columns,
+            self._believed(opened),
             names=tuple(opened.accepted),
             mean_P=mean_P,
             weight=weight,
@@ -345,6 +348,21 @@ class Training:
         # What a codec or a private round's noise has moved is stepped as any other.
         unused = zero_tensors(done.mean_P, self.image.layout.spans, opened.unused)
         return replace(done, unused=unused)
+
+    def _believed(self, opened: OpenRound) -> Sequence[ReportColumns]:
+        """Return the round's reports, without figures that are far beyond the others'."""
+        columns = opened.columns
+        if not (found := false_figures(columns)):
+            return columns
+        named = list(found.items())[:MAX_NAMES]
+        log.warning(
+            "round %d: the figures of %s are in no mean (%s)",
+            self.round + 1,
+            counted(len(found), "device"),
+            "; ".join(f"{name}: {why}" for name, why in named),
+        )
+        opened.outliers += [name for name in found if name not in opened.outliers]
+        return without_figures(columns, list(found))
 
     def _follow_norms(self, opened: OpenRound) -> None:
         """Take the round's norms into the watch; what it learns outlives an aborted round.

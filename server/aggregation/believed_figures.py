@@ -1,0 +1,101 @@
+"""Finds the clients whose loss or metrics are far beyond the others': they are in no mean.
+
+Such a figure moves no model, and costs no client its update (a norm does). But it would end a run
+(``--stop-when``), choose its best round (``--best``), and be what people look at. So a figure, per
+unit of weight, counts
+
+* up to a hundred times the median of the round's clients, and in any case up to 1, a loss up to
+  100: clients of another kind may do far worse than the rest;
+* if it is a part of the examples by its name (accuracy, recall ...), up to 2;
+* of one or two clients, whose median says nothing, up to the largest that a masked round has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.common.data.metric_direction import is_part
+
+if TYPE_CHECKING:
+    from headwater.server.aggregation.round_reports import ReportColumns
+
+MULTIPLE, LEAST, LEAST_LOSS = 100.0, 1.0, 100.0
+MOST_PART = 2.0
+"""A part of the examples is at most 1; their weights may be less than their number."""
+MOST = 2.0**60
+"""Of a figure per unit of weight, as under masks (``common.secagg.masked_numbers``)."""
+LEAST_CLIENTS = 3
+
+
+def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
+    """Return the clients whose figures are beyond belief, with the first such figure of each."""
+    weights = _column([part.sent_weight for part in parts])
+    names = [name for part in parts for name in part.names]
+    found: dict[str, str] = {}
+    figures = {"loss": [part.loss_sum for part in parts]}
+    for metric in dict.fromkeys(name for part in parts for name in part.metric_sums):
+        columns = [part.metric_sums.get(metric, ()) for part in parts]
+        if all(len(one) == len(part.names) for one, part in zip(columns, parts, strict=True)):
+            figures[metric] = columns
+    for what, columns in figures.items():
+        each = np.abs(_column(columns)) / np.maximum(weights, 1.0)
+        median, limit = 0.0, MOST
+        if len(each) >= LEAST_CLIENTS:
+            median = float(np.median(each))
+            least = LEAST_LOSS if what == "loss" else LEAST
+            limit = min(max(MULTIPLE * median, least), MOST)
+            if median <= 1 and what != "loss" and is_part(what):
+                limit = MOST_PART
+        for at in np.flatnonzero(each > limit):
+            found.setdefault(names[at], f"{what} {each[at]:.3g}, where others have {median:.3g}")
+    return found
+
+
+def _column(parts: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(part, np.float64) for part in parts] or [np.zeros(0)])
+
+
+def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> list[ReportColumns]:
+    """Return the columns with the figures of these clients in the place that the others' mean has.
+
+    So each mean is that of the others, and the weights stay as they are.
+    """
+    left_out = set(names)
+    kept = [[name not in left_out for name in part.names] for part in parts]
+    weights = _column([part.sent_weight for part in parts])
+    is_kept = np.array([one for part in kept for one in part], dtype=bool)
+    whole = max(float(weights[is_kept].sum()), 1.0)
+
+    def mean_of(columns: Sequence[Sequence[float]]) -> float:
+        return float(_column(columns)[is_kept].sum()) / whole
+
+    def replaced(values: Sequence[float], at: int, mean: float) -> Sequence[float]:
+        part = parts[at]
+        rows = zip(values, kept[at], part.sent_weight, strict=True)
+        return [value if keeps else mean * weight for value, keeps, weight in rows]
+
+    loss = mean_of([part.loss_sum for part in parts])
+    means = {
+        metric: mean_of([part.metric_sums[metric] for part in parts])
+        for metric in parts[0].metric_sums
+        if all(len(part.metric_sums.get(metric, ())) == len(part.names) for part in parts)
+    }
+    return [
+        replace(
+            part,
+            loss_sum=replaced(part.loss_sum, at, loss),
+            metric_sums={
+                **part.metric_sums,
+                **{
+                    metric: replaced(part.metric_sums[metric], at, mean)
+                    for metric, mean in means.items()
+                },
+            },
+        )
+        for at, part in enumerate(parts)
+    ]
