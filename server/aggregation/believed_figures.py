@@ -34,8 +34,7 @@ LEAST_CLIENTS = 3
 
 def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
     """Return the clients whose figures are beyond belief, with the first such figure of each."""
-    weights = _column([part.sent_weight for part in parts])
-    names = [name for part in parts for name in part.names]
+    weights = np.maximum(_column([part.sent_weight for part in parts]), 1.0)
     found: dict[str, str] = {}
     figures = {"loss": [part.loss_sum for part in parts]}
     for metric in dict.fromkeys(name for part in parts for name in part.metric_sums):
@@ -43,14 +42,17 @@ def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
         if all(len(one) == len(part.names) for one, part in zip(columns, parts, strict=True)):
             figures[metric] = columns
     for what, columns in figures.items():
-        each = np.abs(_column(columns)) / np.maximum(weights, 1.0)
+        each = np.abs(_column(columns)) / weights
+        least = LEAST_LOSS if what == "loss" else LEAST
+        if not len(each) or each.max() <= least:  # as nearly always
+            continue
         median, limit = 0.0, MOST
         if len(each) >= LEAST_CLIENTS:
             median = float(np.median(each))
-            least = LEAST_LOSS if what == "loss" else LEAST
             limit = min(max(MULTIPLE * median, least), MOST)
             if median <= 1 and what != "loss" and is_part(what):
                 limit = MOST_PART
+        names = [name for part in parts for name in part.names]
         for at in np.flatnonzero(each > limit):
             found.setdefault(names[at], f"{what} {each[at]:.3g}, where others have {median:.3g}")
     return found
