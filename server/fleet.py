@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -24,13 +24,15 @@ from headwater.common.messages import (
     WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.phases import Phase
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import ReportColumns
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.planning.cohort import ConnectedClients
+
+if TYPE_CHECKING:
+    from headwater.common.phases import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

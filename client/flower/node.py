@@ -15,8 +15,14 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.client.flower.owners_word import OWN_SETTINGS
-from headwater.client.flower.request import ALLOW_LIST, IDENTITY, SIMULATED, SPOOL, spool_of
+from headwater.client.flower.request import (
+    ALLOW_LIST,
+    IDENTITY,
+    OWN_SETTINGS,
+    SIMULATED,
+    SPOOL,
+    spool_of,
+)
 from headwater.client.flower.state_file import OFFLINE, STATE, StateFile
 from headwater.client.node_features import NodeAnswer, node_features
 from headwater.client.operations.activity import Activity

@@ -17,9 +17,6 @@ from pydantic import ValidationError
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import PrivacySettings, SecureSettings, Settings
 
-OWN_SETTINGS = "own-settings"
-"""Set in a node's configuration if the settings are the owner's own, as ``headwater-client`` has
-them."""
 MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
 

@@ -15,7 +15,6 @@ from flwr.app import Context, Message
 
 from headwater.client.device.host_name import host_name
 from headwater.client.device.interfaces import Hardware
-from headwater.client.flower.owners_word import OWN_SETTINGS, as_owner_requires
 from headwater.client.flower.state_file import (
     SAMPLER,
     SPEED,
@@ -38,6 +37,8 @@ from headwater.common.stats.linear_fit import Line
 # Keys of a node's configuration.
 SIMULATED = "simulated"
 """Set if clients and server are one simulation, where nothing is hidden."""
+OWN_SETTINGS = "own-settings"
+"""Set if the settings are the owner's own, as those of ``headwater-client`` are."""
 SPOOL = "spool"
 """The folder in which a half-summed update survives a power cut."""
 LOCAL, RESIDUAL = "local", "residual"
@@ -130,6 +131,8 @@ def read_request(message: Message, context: Context, hardware_of: HardwareOf) ->
     """
     settings = from_run_config(context.run_config)
     if SIMULATED not in context.node_config and OWN_SETTINGS not in context.node_config:
+        from headwater.client.flower.owners_word import as_owner_requires  # a SuperNode alone
+
         settings = as_owner_requires(settings, context.node_config)
     if settings.feature.name is not None:  # before a plan with its terms is read
         import_module("headwater.common.own_feature.found").own_features(settings.feature)

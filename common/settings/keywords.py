@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
-from headwater.common.settings.suggestions import keyword_hint
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -75,6 +74,8 @@ def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, R
             names = [*named, *(keyword_keys(COMMANDS[name]).keys() - named)]
             for word in kwargs:
                 if word not in names:
+                    from headwater.common.settings.suggestions import keyword_hint
+
                     hint = keyword_hint(word, names, COMMANDS[name])
                     raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
         return function(*args, **kwargs)

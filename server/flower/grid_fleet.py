@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -32,7 +32,6 @@ from headwater.common.messages import (
     WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.phases import Phase
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.answers import (
@@ -45,6 +44,9 @@ from headwater.server.flower.intermediaries import Intermediaries, SentPlans
 from headwater.server.flower.polled_grid import PolledGrid
 from headwater.server.flower.registration import Registration
 from headwater.server.planning.cohort import ConnectedClients
+
+if TYPE_CHECKING:
+    from headwater.common.phases import Phase
 
 log = logging.getLogger(__name__)
 

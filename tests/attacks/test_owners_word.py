@@ -15,11 +15,10 @@ from headwater.client.flower.owners_word import (
     FLOORS,
     OTHERS,
     OWN,
-    OWN_SETTINGS,
     as_owner_requires,
     key_of,
 )
-from headwater.client.flower.request import DeviceRequest, read_request
+from headwater.client.flower.request import OWN_SETTINGS, DeviceRequest, read_request
 from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.secagg.prepare import floor_of
 from headwater.client.trainer.trainer import Trainer
