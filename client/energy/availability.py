@@ -127,6 +127,8 @@ class Availability(OwnerLimits):
             path = chosen.state_folder / f"{name}.bytes.json"
             self._quota = ByteQuota(path, bytes_per_day=chosen.bytes_per_day)
         self.is_set = self._quota is not None or has_inactive_hours(chosen)
+        self._has_next_model = False
+        """Whether the model of the next round has been announced, and its instruction has not."""
         self._away: AwayPeriod | None = None
         self._change: dt.datetime | None = None
         self._computed_at = self._valid_until = now()  # nothing is computed yet
@@ -150,7 +152,9 @@ class Availability(OwnerLimits):
         day is left; between two rounds also when the bytes do not suffice for another round.
         """
         by_hours = self.by_hours(lead=self.lead_seconds(upload_bytes_per_second))
-        return by_hours or self.by_bytes(self.round_bytes if is_idle else 1)
+        # The model of the next round may have come before its instruction, and is counted.
+        next_bytes = self.update_bytes if self._has_next_model else self.round_bytes
+        return by_hours or self.by_bytes(next_bytes if is_idle else 1)
 
     def reason_to_decline(
         self, frame: ServerFrame, update_bytes: Callable[[str], int]
@@ -161,8 +165,10 @@ class Availability(OwnerLimits):
                 return self.by_bytes(frame.image.num_bytes + self.update_bytes)
             case "image":
                 self.expect_model(frame.image.num_bytes)
+                self._has_next_model = True
                 return self.by_bytes(self.round_bytes)
             case "instruction":
+                self._has_next_model = False
                 is_plan = frame.instruction.message_type == "train"
                 if is_plan:
                     self.expect_update(update_bytes(frame.instruction.head_json))

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def main() -> None:
 
 def _serve(replies: int) -> None:
     def send(message: dict[str, Any]) -> None:
-        os.write(replies, json.dumps(message).encode() + b"\n")
+        with suppress(BrokenPipeError):  # the engine has been killed, and the devices end with it
+            os.write(replies, json.dumps(message).encode() + b"\n")
 
     order = json.loads(sys.stdin.readline())
     try:

@@ -22,6 +22,7 @@ from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsErr
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.sources import load
 from headwater.common.settings.weekly_hours import wall_of
+from headwater.common.transport.wire_pb2 import ServerFrame
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NIGHTS = ClientSettings(active_hours="22:00-06:00")
@@ -186,6 +187,24 @@ def test_the_day_ends_at_the_wall_clock_s_midnight(
     assert device.by_bytes(1) is not None
     clock[0] = away.until
     assert device.by_bytes(1) is None
+
+
+def test_a_model_that_has_come_before_its_instruction_counts_once(tmp_path: Path) -> None:
+    """An idle device looks at its bytes now and then, also between the two."""
+    model = 200_000
+    used = 3 * model  # a round, and the next one's model
+    chosen = ClientSettings(bytes_per_day=used + model + ROUND_SLACK_BYTES, state=tmp_path)
+    device = Availability(chosen, name="pi", image_bytes=model, vector_bytes=model)
+    assert device.reason_to_leave(None, is_idle=True) is None
+    device.count(2 * model)
+    announced = ServerFrame(image={"num_bytes": model})
+    assert device.reason_to_decline(announced, lambda head: model) is None
+    device.count(model)
+    assert device.reason_to_leave(None, is_idle=True) is None
+    told = ServerFrame(instruction={"message_type": "train"})
+    assert device.reason_to_decline(told, lambda head: model) is None
+    device.count(model)
+    assert device.reason_to_leave(None, is_idle=True) is not None  # no third round
 
 
 def test_a_byte_quota_below_any_round_is_a_settings_error(tmp_path: Path) -> None:
