@@ -53,9 +53,8 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
     Raises:
         SettingsError: a value of the node's configuration is none of its setting.
     """
-    default = SecureSettings()
     given = {name: node_config.get(key_of(name)) for name in (*FLOORS, *OWN[:2])}
-    owners = _checked(default, {name: one for name, one in given.items() if one is not None})
+    owners = _checked({name: one for name, one in given.items() if one is not None})
     run = settings.secure
     floors = {
         name: stricter(getattr(run, name), getattr(owners, name))
@@ -73,9 +72,9 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
     return settings.model_copy(update={"secure": secure, "privacy": privacy})
 
 
-def _checked(default: SecureSettings, given: Mapping[str, Any]) -> SecureSettings:
+def _checked(given: Mapping[str, Any]) -> SecureSettings:
     try:
-        return SecureSettings.model_validate({**default.model_dump(exclude_unset=True), **given})
+        return SecureSettings.model_validate(given)
     except ValidationError as error:
         raise _fault(error, key_of) from None
 

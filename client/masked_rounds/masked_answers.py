@@ -29,7 +29,7 @@ from headwater.client.flower.state_file import (
     SECURE,
 )
 from headwater.client.masked_rounds.masked_description import padded, vitals_without_training
-from headwater.client.masked_rounds.of_request import enrolment_of, history_of, secure_of
+from headwater.client.masked_rounds.of_request import enrolment_of, history_of
 from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.privacy.private_update import private_update
 from headwater.client.secagg.pending import pending_in
@@ -122,7 +122,7 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
     context = request.context
     before = PlanRepeats.of(records.load_state(context, REPEATS))
     repeats, sampler = before.follow(
-        plan, request.sampler, model=model.hex(), most=secure_of(request).max_plans
+        plan, request.sampler, model=model.hex(), most=request.settings.secure.max_plans
     )
     records.save_state(context, REPEATS, repeats)
     return sampler
@@ -130,7 +130,7 @@ def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> Samp
 
 def order_seed_of(request: DeviceRequest, plan: Plan) -> int:
     """Return the seed of the order in which a masked plan takes its examples."""
-    chosen = secure_of(request).order_seed
+    chosen = request.settings.secure.order_seed
     if chosen is None:
         return history_of(request).order_seed(plan.run_seed, request.context.run_id)
     return plan.run_seed if chosen == 0 else seed_of("masked order", plan.run_seed, chosen)
@@ -151,7 +151,7 @@ def _unmasked_examples(
         plan,
         name=request.identity.name,
         num_planned_before=history_of(request).num_planned_at(model),
-        most=most_planned(secure_of(request), len(request.trainer.examples(request.identity))),
+        most=most_planned(request.settings.secure, len(request.trainer.examples(request.identity))),
     )
     if not masked:
         return numbers, frozenset()
@@ -204,7 +204,7 @@ def _add_pending(
         name=identity.name,
         run_id=context.run_id,
         model_digest=model,
-        floor=floor_of(secure_of(request)),
+        floor=floor_of(request.settings.secure),
         enrolment=enrolment_of(request),
     )
     record = read_record(records.load_state(context, SECURE))

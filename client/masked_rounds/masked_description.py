@@ -22,7 +22,6 @@ from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SPEED
 from headwater.client.frozen.frozen_parts import holds_frozen
-from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.secagg.prepare import checked_metrics, padded_head, public_vitals
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.batch_fetch import Batches
@@ -86,7 +85,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
     lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
     report = DeviceReport(
         name=identity.name,
-        num_examples=secure_of(request).declared_examples,
+        num_examples=request.settings.secure.declared_examples,
         layout_digest=trainer.image.layout.digest,
         cores=hardware.cores(),
         vitals=vitals_without_training(request, hardware).model_copy(
@@ -205,8 +204,8 @@ def told_examples(request: DeviceRequest, plan: Plan) -> int | None:
 
     A device that does not require masks tells its own number in every description.
     """
-    if secure_of(request).aggregation != "off":
-        return secure_of(request).declared_examples
+    if request.settings.secure.aggregation != "off":
+        return request.settings.secure.declared_examples
     training, _ = request.trainer.split(request.identity, plan)
     return len(training)
 

@@ -7,7 +7,6 @@ from flwr.app import RecordDict
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.masked_rounds.masked_answers import train_masked
 from headwater.client.masked_rounds.masked_description import told_examples
-from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.plan_features import PlanFeature, load_model
 from headwater.client.secagg.pending import pending_in
@@ -22,7 +21,7 @@ class MaskedPlans(PlanFeature):
 
     def check(self, request: DeviceRequest, plan: Plan) -> None:
         name, is_masked = request.identity.name, "secagg" in plan.terms
-        check_masking(secure_of(request), is_masked=is_masked, name=name, what="an update")
+        check_masking(request.settings.secure, is_masked=is_masked, name=name, what="an update")
 
     def prepare(self, request: DeviceRequest, plan: Plan) -> None:
         """Erase the sessions of other rounds."""
@@ -41,7 +40,7 @@ class MaskedPlans(PlanFeature):
     def allow(self, request: DeviceRequest, plan: Plan) -> None:
         if "secagg" in plan.terms:
             told, name = told_examples(request, plan), request.identity.name
-            check_plan(plan, secure_of(request), name=name, told_examples=told)
+            check_plan(plan, request.settings.secure, name=name, told_examples=told)
             if not request.is_simulated:  # whose hardware changes from round to round
                 check_time(plan, request.speed, name=name)
 
@@ -55,4 +54,4 @@ class MaskedPlans(PlanFeature):
 
     def check_test(self, request: DeviceRequest) -> None:
         name = request.identity.name
-        check_masking(secure_of(request), is_masked=False, name=name, what="the held-out loss")
+        check_masking(request.settings.secure, is_masked=False, name=name, what="the held-out loss")

@@ -15,12 +15,6 @@ from headwater.client.flower.request import (
     DeviceRequest,
 )
 from headwater.client.secagg.masked_history import MaskedHistory, NoHistory, history_in
-from headwater.common.settings.schema import SecureSettings
-
-
-def secure_of(request: DeviceRequest) -> SecureSettings:
-    """Return the settings of masked rounds on this device (``client.flower.owners_word``)."""
-    return request.settings.secure
 
 
 def history_of(request: DeviceRequest) -> MaskedHistory:

@@ -6,7 +6,7 @@ from flwr.app import RecordDict
 
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SAMPLER, SECURE
-from headwater.client.masked_rounds.of_request import enrolment_of, history_of, secure_of
+from headwater.client.masked_rounds.of_request import enrolment_of, history_of
 from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.privacy.private_rounds import correct_spent, spend
 from headwater.client.secagg.pending import pending_in
@@ -26,7 +26,7 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
     content, context, suspended = request.message.content, request.context, suspended_of(request)
     is_suspended = suspended.exists
     session = (
-        suspended.resume(floor=floor_of(secure_of(request)), enrolment=enrolment_of(request))
+        suspended.resume(floor=floor_of(request.settings.secure), enrolment=enrolment_of(request))
         if is_suspended
         else pending_in(request.trainer.accumulator).get(context.run_id, request.identity.name)
     )

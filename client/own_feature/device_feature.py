@@ -92,14 +92,14 @@ class DeviceWork:
         They are those of the model as it is, or of its parameters as ``at_P`` [P].
         """
         for positions in self._micro_batches():
-            with torch.no_grad(), self._parameters_as(at_P):
+            with self._parameters_as(at_P):
                 loss, weight = self._forward(positions)
-            yield float(loss), weight
+            yield float(loss.detach()), weight
 
     def gradients(self, at_P: Tensor) -> Iterator[tuple[Tensor, int]]:
         """Yield the gradient [P] of each micro-batch's loss sum at the parameters ``at_P``, [P].
 
-        With it comes the batch's weight. ``at_P`` is read anew for each: whoever changes it in
+        With it comes the batch's weight. ``at_P`` is read again before each: whoever changes it in
         place takes steps. The model and what the round sums stay as they are.
         """
         shared = self._work.context.image.trainable()

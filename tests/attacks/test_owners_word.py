@@ -19,7 +19,6 @@ from headwater.client.flower.owners_word import (
     key_of,
 )
 from headwater.client.flower.request import OWN_SETTINGS, DeviceRequest, read_request
-from headwater.client.masked_rounds.of_request import secure_of
 from headwater.client.secagg.prepare import floor_of
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
@@ -121,10 +120,10 @@ def request_of(run: Settings, **node_config: Any) -> DeviceRequest:
 def test_the_owner_s_limits_reach_the_session_of_a_supernode_alone() -> None:
     """A device of ``headwater-client`` has no other settings than its owner's."""
     run = of_a_run(**{**WEAK, "aggregation": "semi-honest", "order_seed": 7})
-    kept = floor_of(secure_of(request_of(run, **{"max-share": 0.3})))
+    kept = floor_of(request_of(run, **{"max-share": 0.3}).settings.secure)
     assert (kept.max_share, kept.min_survivors, kept.member_bits) == (0.3, 0.7, 4)
-    assert secure_of(request_of(run)).order_seed is None
-    own = floor_of(secure_of(request_of(run, **{OWN_SETTINGS: True})))
+    assert request_of(run).settings.secure.order_seed is None
+    own = floor_of(request_of(run, **{OWN_SETTINGS: True}).settings.secure)
     assert (own.max_share, own.min_survivors, own.member_bits) == (1.0, 0.01, 1)
 
 

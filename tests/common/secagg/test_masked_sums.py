@@ -57,7 +57,7 @@ def test_sums_in_the_ring_have_the_bits_of_those_in_clear() -> None:
     found, expected = decode_sums(total, sums), in_clear(rows)
     for name in ("counts", "fine"):
         assert torch.equal(found[name], expected[name]), name
-    # 20 x 10^9 leave 28 bits below the point: the steps are 2^-28, coarser than was asked for.
+    # 20 x 10^9 leave 28 bits below the point: the steps are 2^-28, coarser than its 2^-32.
     assert sums[2].value.scale_bits == 28
     assert (found["wide"] - expected["wide"]).abs().max() <= 20 * 2.0**-29
 
