@@ -21,6 +21,12 @@ examples are, and all others stay in the residual. An update that entered no ses
 the residual before, whatever the server says that it counted: else it could have one device
 add up many rounds that no session sums, and open them among others' single ones.
 
+A residual of many rounds is heavier than one update. ``carried_weight`` says how much: the mean,
+over the coordinates, of the weights planned since each was last sent. It goes into the session's
+signed roster, and each member checks its share of the sum with it
+(``client.secagg.checks.check_share``): beside new members, a device of many rounds would send most
+of what is opened.
+
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
 layout, if the run went on without compression in between, or if the server went back to a
 checkpoint before both. Another method or fraction takes the residual over; another run begins
@@ -98,6 +104,7 @@ class _Residual:
     """Increases with each that is written."""
     round: int
     label: MaskedLabel | None
+    carried_weight: int
     values_P: Floats
 
 
@@ -125,8 +132,9 @@ class ErrorFeedback:
             raise NonFiniteUpdate(f"{update.name}, round {plan.round}: the residual overflows")
         data = coding.encode(update.values_P, update.name)
         place = _next_place(base, stored)
+        left = _left_weight(base, update.report.weight, plan, len(update.values_P))
         del base, stored  # a mapped file could not be replaced on Windows
-        self._store(*place, plan.round, update.values_P)
+        self._store(*place, plan.round, left, update.values_P)
         return data
 
     def gather(
@@ -134,11 +142,15 @@ class ErrorFeedback:
         values_P: Tensor,
         plan: Plan,
         *,
+        weight: int,
         is_empty: bool,
         label: MaskedLabel,
         was_masked: WasMasked,
-    ) -> Tensor:
+    ) -> tuple[Tensor, int]:
         """Add the residual to a masked plan's sum; return the coordinates to be masked, [k].
+
+        The second value is the carried weight, which follows from plans alone; ``weight`` is what
+        the plan allows this update.
 
         The vector is overwritten: it is the new residual, which is stored as pending. Of a sum that
         ``is_empty``, or with which the residual overflows, zeros are sent, and the residual stays.
@@ -161,9 +173,11 @@ class ErrorFeedback:
         else:
             sent_K = positions.gather(values_P)
         place = _next_place(base, stored)
+        carried = 0 if base is None else base.carried_weight
+        left = _left_weight(base, weight, plan, len(values_P))
         del base, stored
-        self._store(*place, plan.round, values_P, label)
-        return sent_K
+        self._store(*place, plan.round, left, values_P, label)
+        return sent_K, carried
 
     def _masked(self, stored: list[_Residual], was_masked: WasMasked) -> _Residual | None:
         """Return the residual that the last masked update left, if it is one of the two."""
@@ -224,6 +238,8 @@ class ErrorFeedback:
         values = data[LENGTH_BYTES + length :]
         if head["layout"] != self._layout_digest:
             raise ValueError("it belongs to a model of another layout")
+        if "carried_weight" not in head:
+            raise ValueError("an older version wrote it, without its weight")
         if hashlib.sha256(values).hexdigest() != head["sha256"]:
             raise ValueError("it is damaged: its digest does not match")
         label: Mapping[str, Any] | None = head["label"]
@@ -232,6 +248,7 @@ class ErrorFeedback:
             order=int(head["order"]),
             round=int(head["round"]),
             label=None if label is None else MaskedLabel(**label),
+            carried_weight=int(head["carried_weight"]),
             values_P=np.frombuffer(values, "<f4"),
         )
 
@@ -240,6 +257,7 @@ class ErrorFeedback:
         slot: int,
         order: int,
         round_number: int,
+        carried_weight: int,
         values_P: Tensor,
         label: MaskedLabel | None = None,
     ) -> None:
@@ -249,6 +267,7 @@ class ErrorFeedback:
             "order": order,
             "round": round_number,
             "label": None if label is None else asdict(label),
+            "carried_weight": carried_weight,
             "sha256": hashlib.sha256(values).hexdigest(),
         }
         text = json.dumps(head).encode()
@@ -261,6 +280,17 @@ class ErrorFeedback:
                 f"{error.strerror}",
                 remedy="free space there, or run without --compress",
             ) from error
+
+
+def _left_weight(base: _Residual | None, weight: int, plan: Plan, num_values: int) -> int:
+    """Return the carried weight of what an update of a weight leaves, rounded up.
+
+    A round that comes again has the same random coordinates: of what waits, it sends nothing more.
+    """
+    carried = 0 if base is None else base.carried_weight
+    staying = carried if base is not None and base.round == plan.round else 0
+    num_left = num_values - plan.num_sent(num_values)
+    return staying - (-(carried - staying + weight) * num_left // max(num_values, 1))
 
 
 def _next_place(base: _Residual | None, stored: list[_Residual]) -> tuple[int, int]:

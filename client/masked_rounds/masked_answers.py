@@ -209,7 +209,8 @@ def _add_pending(
     )
     record = read_record(records.load_state(context, SECURE))
     if plan.of(CompressionTerms) is not None:
-        unmasked = _random_coordinates(request, plan, unmasked, device, record)
+        unmasked, carried = _random_coordinates(request, plan, unmasked, device, record)
+        device = replace(device, carried_weight=carried)
     session = SecureSession(
         device,
         record,
@@ -229,8 +230,10 @@ def _random_coordinates(
     update: UnmaskedUpdate,
     device: Participant,
     record: SessionRecord,
-) -> UnmaskedUpdate:
+) -> tuple[UnmaskedUpdate, int]:
     """Return the coordinates [k] of the round, as all members send them, with what was left before.
+
+    The second value is the weight of what was left.
 
     Raises:
         StateError: see ``ErrorFeedback.gather``.
@@ -252,10 +255,15 @@ def _random_coordinates(
             model=device.model_digest.hex(),
             num_planned_before=history.num_planned_at(device.model_digest),
         )
-        sent_K = error_feedback_of(request).gather(
-            values_P, plan, is_empty=not update.weight, label=label, was_masked=was_masked
+        sent_K, carried = error_feedback_of(request).gather(
+            values_P,
+            plan,
+            weight=device.planned_weight,
+            is_empty=not update.weight,
+            label=label,
+            was_masked=was_masked,
         )
     else:
-        sent_K = coding.positions(len(values_P)).gather(values_P)
+        sent_K, carried = coding.positions(len(values_P)).gather(values_P), 0
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
-    return replace(update, values_P=sent_K, numbers=numbers)
+    return replace(update, values_P=sent_K, numbers=numbers), carried

@@ -80,7 +80,7 @@ CHECKS = _rows(
     ("same plan", "share_keys", errors.PlanMismatch,
      "the session is for plans that have all but quota, micro-batch and times in common"),
     ("own share", "share_keys, masked_update", errors.WeightTooLarge,
-     "the client's planned weight is at most its own share of all, with no other counted for more"),
+     "the client's weight, planned and carried, is at most its own share of all, no other's more"),
     ("steps for each", "share_keys", errors.MaskingTooWeak,
      "each member has at least the client's own number of steps of the ring for a coordinate"),
     ("whole vector", "share_keys", errors.ModelMismatch,
@@ -143,14 +143,20 @@ def check_unmasked(device: Participant, record: SessionRecord) -> None:
 def check_share(members: Iterable[Member], names: Container[str], device: Participant) -> None:
     """Check that the sum would not be mostly this client's own update.
 
-    Another member counts for no more than this client: a colluding one could claim any weight.
+    What earlier updates left (error feedback) weighs as these did. Another member counts for no
+    more than this client: a colluding one could claim any weight.
     """
-    own = device.planned_weight
-    total = sum(min(member.planned_weight, own) for member in members if member.name in names)
+    own = device.planned_weight + device.carried_weight
+    total = sum(
+        min(member.planned_weight + member.carried_weight, own)
+        for member in members
+        if member.name in names
+    )
     if own > Fraction(str(device.floor.max_share)) * total:
         raise errors.WeightTooLarge(
-            f"{device.name}: its planned weight of {own:,} would be {own / total:.0%} of the "
-            f"session, at most {device.floor.max_share:.0%} are accepted"
+            f"{device.name}: its planned weight of {device.planned_weight:,}, with "
+            f"{device.carried_weight:,} carried from earlier rounds, would be {own / total:.0%} of "
+            f"the session, at most {device.floor.max_share:.0%} are accepted"
         )
 
 

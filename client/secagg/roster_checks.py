@@ -113,6 +113,7 @@ def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Partic
         has_aes=keys.has_aes,
         signature=keys.signature,
         planned_weight=device.planned_weight,
+        carried_weight=device.carried_weight,
     )
     if own != [expected]:
         raise errors.RosterRefused(

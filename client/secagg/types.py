@@ -51,8 +51,9 @@ class Participant:
     ``update_id`` names the model and the examples that were summed: the same sum has the same id,
     also after a restart. ``examples`` are the numbers of those examples in the client's data.
     ``num_planned`` are the examples that the plan asked for, whatever became of them.
-    ``planned_weight`` is the largest weight that the client's plan allows. ``sums`` are those that
-    the plan asks for beside the model's.
+    ``planned_weight`` is the largest weight that the client's plan allows, ``carried_weight`` that
+    of earlier updates, of which the vector has a part (``client.compression.error_feedback``).
+    ``sums`` are those that the plan asks for beside the model's.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Participant:
     plan_digest: bytes
     num_values: int
     planned_weight: int
+    carried_weight: int = 0
     update_id: str
     examples: tuple[int, ...] = field(default=(), repr=False)
     num_planned: int = 0

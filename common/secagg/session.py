@@ -86,7 +86,13 @@ def keys_message(wanted: KeysRequest, keys: KeysReply | Member) -> bytes:
         keys.mask_key,
         keys.sharing_key,
         int(keys.has_aes),
+        *_carried(keys),
     )
+
+
+def _carried(keys: KeysReply | Member) -> tuple[int, ...]:
+    """Return the carried weight; nothing if there is none, as devices that know of none sign."""
+    return (keys.carried_weight,) if keys.carried_weight else ()
 
 
 def survivors_digest(*, session: bytes, survived: Iterable[str], dropped: Iterable[str]) -> bytes:
@@ -112,7 +118,7 @@ def session_digest(
         parameters.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
     )
     entries = (
-        framed(m.name, m.mask_key, m.sharing_key, m.planned_weight, int(m.has_aes))
+        framed(m.name, m.mask_key, m.sharing_key, m.planned_weight, int(m.has_aes), *_carried(m))
         for m in sorted(members, key=lambda member: member.name)
     )
     roster = hashlib.sha256(framed(*entries)).digest()

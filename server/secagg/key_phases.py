@@ -149,6 +149,7 @@ class KeysPhase:
                 has_aes=keys.has_aes,
                 signature=keys.signature,
                 planned_weight=self.setup.planned_weights[name],
+                carried_weight=keys.carried_weight,
             )
             for name, keys in sorted(self.keys.items())
             if name not in excluded

@@ -20,6 +20,7 @@ P = 300
 EPS = 2.0**-24
 LARGEST = 8.0
 """Above any coordinate of an update, in these tests."""
+WEIGHT = 1000
 
 
 def plan_of(number: int, counted: int | None, fraction: float) -> Plan:
@@ -41,6 +42,7 @@ class Device:
         """What was masked, whether it counted or not."""
         self.update = torch.zeros(P)
         self.sent_K = torch.zeros(0)
+        self.carried = 0
 
     def feedback(self) -> ErrorFeedback:
         """Return the device's residuals, as after a restart."""
@@ -54,9 +56,10 @@ class Device:
         values = np.clip(self._random.standard_normal(P), -LARGEST, LARGEST).astype(np.float32)
         self.update = torch.zeros(P) if is_empty else torch.from_numpy(values)
         label = MaskedLabel(update_id=f"round {plan.round}", model="", num_planned_before=0)
-        self.sent_K = self.feedback().gather(
+        self.sent_K, self.carried = self.feedback().gather(
             self.update.clone(),
             plan,
+            weight=WEIGHT,
             is_empty=is_empty,
             label=label,
             was_masked=lambda one: one.update_id == self.masked,
@@ -72,13 +75,15 @@ class Device:
         """Return what the last masked update left, as a plan with all coordinates sends it."""
         everything = plan_of(10**6, self.counted, 1.0)
         label = MaskedLabel(update_id="last", model="", num_planned_before=0)
-        return self.feedback().gather(
+        left, _ = self.feedback().gather(
             torch.zeros(P),
             everything,
+            weight=WEIGHT,
             is_empty=False,
             label=label,
             was_masked=lambda one: one.update_id == self.masked,
         )
+        return left
 
 
 def scattered(values_K: Tensor, plan: Plan) -> Tensor:
@@ -172,9 +177,10 @@ def test_a_residual_that_overflows_is_kept_and_zeros_are_sent() -> None:
     device.counted = 1
     before = device.left().clone()
     label = MaskedLabel(update_id="round 2", model="", num_planned_before=0)
-    sent_K = device.feedback().gather(
+    sent_K, _ = device.feedback().gather(
         torch.full((P,), torch.inf),
         plan_of(2, 1, 0.2),
+        weight=WEIGHT,
         is_empty=False,
         label=label,
         was_masked=lambda one: one.update_id == device.masked,
@@ -182,3 +188,39 @@ def test_a_residual_that_overflows_is_kept_and_zeros_are_sent() -> None:
     assert not sent_K.any()
     device.masked, device.counted = "round 2", 2
     assert torch.equal(device.left(), before)
+
+
+def test_the_carried_weight_is_the_mean_of_the_weights_since_each_coordinate_was_sent() -> None:
+    """An oracle counts, for each coordinate, the weights of the rounds since it was sent."""
+    device, waiting_P, errors = Device("pi", np.random.default_rng(0)), np.zeros(P), []
+    for number in range(1, 200):
+        device.train(plan := plan_of(number, device.counted, 0.2))
+        errors.append(device.carried - waiting_P.mean())
+        device.mask(plan)
+        device.counted = number
+        waiting_P += WEIGHT
+        waiting_P[coding_of(plan).positions(P).positions(0, len(device.sent_K))] = 0
+    # A fifth of the coordinates is drawn each round: their waiting differs from the mean of all.
+    assert abs(np.mean(errors)) <= 5 * np.std(errors) / np.sqrt(len(errors)) + 1 / 0.2
+
+
+def test_a_round_that_comes_again_sends_nothing_of_what_waits_and_adds_its_own_weight() -> None:
+    device, told = Device("pi", np.random.default_rng(0)), []
+    for _ in range(1, 21):
+        device.train(plan := plan_of(1, None, 0.2))
+        told.append(device.carried)
+        device.mask(plan)
+    assert told == [WEIGHT * 4 // 5 * number for number in range(20)]
+
+
+def test_the_carried_weight_is_the_same_whatever_the_examples_were() -> None:
+    told = []
+    for is_empty in (False, True):
+        device = Device("pi", np.random.default_rng(0))
+        for number in range(1, 20):
+            device.train(plan := plan_of(number, device.counted, 0.2), is_empty=is_empty)
+            told.append(device.carried)
+            device.mask(plan)
+            device.counted = number
+    assert told[:19] == told[19:]
+    assert told[18] > 3 * WEIGHT
