@@ -250,6 +250,13 @@ def decode_mean(
     return out
 
 
+def block_norms(total: RingVector, block: int) -> NDArray[np.float64]:
+    """Return the Euclidean norm, in steps, of each ``block`` coordinates; the last may be fewer."""
+    signed, starts = _signed(total), range(0, len(total), block)
+    parts = (signed[start : start + block].astype(np.float64) for start in starts)
+    return np.array([math.sqrt(np.dot(part, part)) for part in parts])
+
+
 def _signed(total: RingVector) -> NDArray[np.signedinteger]:
     signed: NDArray[np.signedinteger] = total.view(total.dtype.str.replace("u", "i"))
     return signed

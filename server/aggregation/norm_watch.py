@@ -12,8 +12,9 @@ Federated Learning?", section 4, with the cohort's own median instead of a const
 * From then on the limit is ``multiple`` times the largest median.
 
 An attacker who knows the limit sends just less: the watch bounds what one update can do, and does
-not find attackers. With one or two devices no median tells who is wrong. Masked updates cannot be
-watched, and updates that a simulator computes together are not, for it made them itself.
+not find attackers. With one or two devices no median tells who is wrong. Of masked updates the
+sums are watched (``server.secagg.opened_norms``). Updates that a simulator computes together are
+not watched, for it made them itself.
 """
 
 from __future__ import annotations

@@ -63,11 +63,13 @@ def sum_groups(
     groups: Sequence[Group],
     *,
     run_session: Callable[[ReadyCohort], UnmaskedSum],
+    check: Callable[[UnmaskedSum], object] = check_numbers,
     refuse: Refuse,
 ) -> GroupSums:
-    """Open each group's sum and check its numbers; ``refuse`` each client that is in no good sum.
+    """Open each group's sum and check it; ``refuse`` each client that is in no good sum.
 
-    ``run_session`` runs a group's session, and refuses the clients that leave it.
+    ``run_session`` runs a group's session, and refuses the clients that leave it. ``check`` raises
+    ``SumOutOfRange`` for a sum that no members have who follow their plans.
     """
     good: list[UnmaskedSum] = []
     false: list[Group] = []
@@ -81,7 +83,7 @@ def sum_groups(
             error = found
             continue
         try:
-            check_numbers(unmasked)
+            check(unmasked)
         except SumOutOfRange as found:
             false.append(unmasked.survived)
             error = found

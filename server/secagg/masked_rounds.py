@@ -7,9 +7,10 @@ A cohort is one session, or several disjoint ones while a client is sought that 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,9 @@ from headwater.server.fleet import Fleet
 from headwater.server.rounds.features import ModelAtRest, Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.secagg import group_testing
-from headwater.server.secagg.encoding_state import EncodingState, decode_sum
+from headwater.server.secagg.encoding_state import EncodingState, check_numbers, decode_sum
 from headwater.server.secagg.group_sums import sum_groups
+from headwater.server.secagg.opened_norms import OpenedNorms
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.ring_histogram import ring_histogram
@@ -65,6 +67,7 @@ class MaskedRounds(RunFeature):
         """Of the models that asynchronous plans were sent with, by their versions."""
         self._encoding = EncodingState()
         self._suspicion = group_testing.Suspicion()
+        self._norms = OpenedNorms()
         self._sessions: SessionNumbers | None = None
 
     def share(self, publish: Callable[[], None]) -> None:
@@ -78,6 +81,11 @@ class MaskedRounds(RunFeature):
     def has_learned(self) -> bool:
         """Whether the sums of the last round told more about which client masks false numbers."""
         return self._has_narrowed
+
+    @property
+    def _norm_multiple(self) -> float:
+        chosen = self._run.settings.aggregation
+        return math.inf if chosen.beyond_norm == "keep" else chosen.norm_multiple
 
     @property
     def leaves_out_paused(self) -> bool:
@@ -256,8 +264,16 @@ class MaskedRounds(RunFeature):
             self.seen = unmasked.first_seen, ring_histogram(unmasked.vector_P)
             return unmasked
 
-        sums = sum_groups(cohort, groups, run_session=run_session, refuse=refuse)
+        norms: list[float] = []
+
+        def check(unmasked: UnmaskedSum) -> None:
+            check_numbers(unmasked)
+            norms.append(self._norms.check(unmasked, bounds, multiple=self._norm_multiple))
+
+        sums = sum_groups(cohort, groups, run_session=run_session, check=check, refuse=refuse)
         before = self._suspicion
+        for norm in norms:
+            self._norms = self._norms.after(norm)
         self._suspicion, culprits = sums.after(before)
         self._has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
@@ -298,12 +314,18 @@ class MaskedRounds(RunFeature):
         """Return plain data for the checkpoint."""
         suspicion = group_testing.to_json(self._suspicion)
         summed_at = None if self.summed_at is None else self.summed_at.hex()
-        return {**self._encoding.to_json(), "suspicion": suspicion, "summed_at": summed_at}
+        return {
+            **self._encoding.to_json(),
+            "suspicion": suspicion,
+            "norms": asdict(self._norms),
+            "summed_at": summed_at,
+        }
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the state that ``to_json`` gave; the initial state from an empty row."""
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
+        self._norms = OpenedNorms.of_json(row.get("norms", {}))
         summed_at = row.get("summed_at")
         self.summed_at = None if summed_at is None else bytes.fromhex(summed_at)
 

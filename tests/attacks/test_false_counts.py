@@ -1,7 +1,8 @@
-"""A device masks a count of 2^62: the rounds go on, the device is named and left out."""
+"""A device masks a false number or vector: the rounds go on, it is named and left out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from headwater.client.app import client_app
 from headwater.common.errors import SumOutOfRange
 from headwater.common.messages import WireMessage
 from headwater.common.phases import Phase
-from headwater.common.secagg.protocol import MaskReply
+from headwater.common.secagg.masked_numbers import SQUARED_NORM
+from headwater.common.secagg.protocol import MaskReply, Roster
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Dropout, Reply
 from headwater.server.flower.grid_fleet import GridFleet
@@ -52,6 +54,46 @@ class FalseCounts(GridFleet):
             yield reply
 
 
+class FalseVectors(GridFleet):
+    """The liars add the largest value that the ring has room for to each coordinate.
+
+    If they begin after the first round, they also mask the squared norm of such a vector.
+    """
+
+    def __init__(self, grid: InProcessGrid, liars: frozenset[str], first: int) -> None:
+        super().__init__(grid)
+        self._liars, self._first = liars, first
+
+    def converse(
+        self, phase: Phase, requests: Mapping[str, WireMessage], **rest: Any
+    ) -> Iterator[Reply | Dropout]:
+        for request in requests.values():
+            if isinstance(request, Roster):
+                self._roster = request
+        for reply in super().converse(phase, requests, **rest):
+            is_mask = isinstance(reply, Reply) and isinstance(reply.message, MaskReply)
+            if is_mask and isinstance(reply, Reply) and reply.name in self._liars:
+                reply = self._lie(reply) if self._roster.parameters.round >= self._first else reply
+            yield reply
+
+    def _lie(self, reply: Reply) -> Reply:
+        parameters = self._roster.parameters
+        encoding = parameters.encoding
+        weight = next(m.planned_weight for m in self._roster.members if m.name == reply.name)
+        values = np.frombuffer(reply.vector or b"", f"<u{encoding.ring_bits // 8}").copy()
+        values += values.dtype.type(encoding.bound(weight))
+        scalars = np.frombuffer(reply.message.scalars, "<u8").copy()
+        if self._first > 1:
+            each = math.ldexp(encoding.bound(weight), -encoding.scale_bits)
+            for place, scalar in enumerate(parameters.scalars):
+                if scalar.name.endswith(SQUARED_NORM):
+                    told = min(len(values) * each**2, scalar.bound)
+                    false = int(scalars[place]) + int(math.ldexp(told, scalar.scale_bits))
+                    scalars[place] = np.uint64(false % 2**64)
+        message = reply.message.model_copy(update={"scalars": scalars.tobytes()})
+        return replace(reply, message=message, vector=values.tobytes())
+
+
 def train(
     folder: Path,
     *,
@@ -59,8 +101,9 @@ def train(
     liars: set[str],
     rounds: int = 8,
     resume: bool = False,
+    vectors_from: int | None = None,
     **secure: Any,
-) -> tuple[list[RoundRow], FalseCounts]:
+) -> tuple[list[RoundRow], Any]:
     settings = Settings.model_validate(
         {
             "task": "tests/tasks.py:TwoLayers",
@@ -74,7 +117,9 @@ def train(
     )
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN)
-    fleet = FalseCounts(grid, frozenset(liars))
+    fleet: GridFleet = FalseCounts(grid, frozenset(liars))
+    if vectors_from is not None:
+        fleet = FalseVectors(grid, frozenset(liars), vectors_from)
     rows: list[RoundRow] = []
     run(Training(settings, run_id=RUN), fleet, on_round=rows.append, resume=resume)
     return rows, fleet
@@ -92,6 +137,21 @@ def test_a_count_of_2_to_the_62_costs_one_round_and_names_its_device(
     assert "SumOutOfRange" in rows[-1].left_out["5"]
     assert rows[-1].num_clients == 11
     assert min(fleet.sizes) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "ring_bits"), [(1, 16), (1, 32), (5, 32)])
+def test_a_vector_of_the_ring_s_largest_values_moves_no_model_and_names_its_device(
+    tmp_path: Path, first: int, ring_bits: int
+) -> None:
+    """At first its norm does not fit the vector; later it fits, but not the sums before it."""
+    rows, _ = train(
+        tmp_path, clients=5, liars={"2"}, rounds=30, vectors_from=first, ring_bits=ring_bits
+    )
+    assert len(rows) == 30
+    assert any("SumOutOfRange" in row.left_out.get("2", "") for row in rows)
+    assert not set().union(*(row.left_out for row in rows)) - {"2"}
+    assert rows[-1].loss < rows[0].loss
 
 
 @pytest.mark.slow
