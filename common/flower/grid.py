@@ -188,10 +188,11 @@ class HeadwaterGrid(Grid):
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         """Set the vector's bytes in each reply to messages of a type."""
 
-    def expect_replies(self, num_needed: int) -> None:
+    def expect_replies(self, num_needed: int, *, is_brief: bool = False) -> None:
         """Set the number of replies to ``send_and_receive`` below which a round would be aborted.
 
-        Until then, a grid over a network waits longer for nodes that lost their connection.
+        Until then, a grid over a network waits longer for nodes that lost their connection. A
+        ``is_brief`` exchange waits, from then on, a few times as long as most nodes took.
         """
 
     def name_of(self, node_id: int) -> str | None:

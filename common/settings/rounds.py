@@ -226,7 +226,12 @@ class SecureSettings(Branch):
     dropout: Probability = setting(
         0.1, "share of devices assumed to drop out, in cohorts above 64", on=""
     )
-    phase_seconds: Seconds = setting(20.0, "how long the server waits in each phase", on="")
+    phase_seconds: Seconds = setting(
+        20.0,
+        "how long the server waits in each phase at most; once enough devices have answered, the "
+        "others have ten times the median's time",
+        on="",
+    )
     identity: File | None = setting(
         None, "file of this device's signing identity (active)", on=f"{DEVICE} identity"
     )

@@ -41,6 +41,7 @@ from headwater.server.flower.answers import (
     with_seconds,
 )
 from headwater.server.flower.intermediaries import Intermediaries, SentPlans
+from headwater.server.flower.patience import Patience
 from headwater.server.flower.polled_grid import PolledGrid
 from headwater.server.flower.registration import Registration
 from headwater.server.planning.cohort import ConnectedClients
@@ -64,6 +65,8 @@ class GridFleet:
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._polled = PolledGrid(grid)
         """Sends and receives in place of ``_own`` on Flower's own grid."""
+        self._enough: int | None = None
+        """The answers after which the next exchange is not awaited to its limit."""
         self._registration = Registration(grid, intermediaries=intermediaries)
         self._intermediaries = self._registration.intermediaries
         if self._own is not None:
@@ -182,7 +185,7 @@ class GridFleet:
         message_type = f"query.{phase.action}"
         if self._own is not None:
             self._own.expect_vector(message_type, reply_bytes)
-        self._expect_replies(num_needed)
+        self._expect_replies(num_needed, is_brief=True)
         array = None if vector is None else records.flat_array(vector, dtype="float32")
         contents = {name: records.content_of(request, array) for name, request in requests.items()}
         return self._send(message_type, contents, phase.action, timeout_seconds, read)
@@ -207,9 +210,10 @@ class GridFleet:
         answers = self._send_model("evaluate", sent, heads, image, timeout_seconds, read)
         return sent.of_clients(answers)
 
-    def _expect_replies(self, num_needed: int) -> None:
+    def _expect_replies(self, num_needed: int, *, is_brief: bool = False) -> None:
+        self._enough = num_needed if is_brief else None
         if self._own is not None:
-            self._own.expect_replies(num_needed)
+            self._own.expect_replies(num_needed, is_brief=is_brief)
 
     def _send_model(
         self,
@@ -285,7 +289,7 @@ class GridFleet:
         None in place of a reply: the node has left.
         """
         if self._own is None:
-            return self._polled.exchange(messages, timeout)
+            return self._polled.exchange(messages, Patience(timeout, enough=self._enough))
         replies = self._own.send_and_receive(messages, timeout=timeout)
         return ((reply.metadata.src_node_id, reply) for reply in replies)
 

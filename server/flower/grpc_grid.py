@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from headwater.common.flower.grid import (
 )
 from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
+from headwater.server.flower.patience import Patience
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 
@@ -59,6 +59,7 @@ class GrpcGrid(HeadwaterGrid):
         self._kinds: dict[str, MessageKind] = {**KINDS}
         self._reply_bytes: dict[str, int] = {}
         self._num_needed = 0
+        self._is_brief = False
         self._turn_seconds: float | None = None
         self._dispatched: set[str] = set()
         """The messages whose replies ``next_reply`` returns."""
@@ -96,8 +97,8 @@ class GrpcGrid(HeadwaterGrid):
     def expect_vector(self, message_type: str, num_bytes: int) -> None:
         self._reply_bytes[message_type] = num_bytes
 
-    def expect_replies(self, num_needed: int) -> None:
-        self._num_needed = num_needed
+    def expect_replies(self, num_needed: int, *, is_brief: bool = False) -> None:
+        self._num_needed, self._is_brief = num_needed, is_brief
 
     def name_of(self, node_id: int) -> str | None:
         return self._servicer.name_of(node_id)
@@ -162,7 +163,7 @@ class GrpcGrid(HeadwaterGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        end = None if timeout is None else time.monotonic() + timeout
+        patience = Patience(timeout, enough=self._num_needed if self._is_brief else None)
         pushed = self._push(messages, num_needed=self._num_needed)
         awaited = {id_: self._recipient(id_) for id_ in pushed}
         device_records = self._servicer.device_records
@@ -174,7 +175,7 @@ class GrpcGrid(HeadwaterGrid):
                     self.check_term()
                     self.while_waiting()
                     next_look = time.monotonic() + LOOK_SECONDS
-                left = math.inf if end is None else max(end - time.monotonic(), 0.0)
+                left = patience.left_seconds
                 try:
                     arrival = self._servicer.arrivals.get(timeout=min(left, LOOK_SECONDS))
                 except queue.Empty:
@@ -186,6 +187,7 @@ class GrpcGrid(HeadwaterGrid):
                     continue
                 if arrival.message_id in awaited:
                     device_records.note_answer(awaited.pop(arrival.message_id))
+                    patience.note_answer()
                 is_update = arrival.staging is not None and arrival.staging.num_bytes > 0
                 is_update &= self._kind_of(arrival.message_id).is_length_exact
                 begun = time.monotonic()

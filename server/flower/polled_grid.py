@@ -13,6 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from headwater.common.flower import records
+from headwater.server.flower.patience import Patience
 
 REPLY_POLL_SECONDS = 0.2
 
@@ -27,7 +28,7 @@ class PolledGrid:
         """Replies to dispatched messages that were pulled together."""
 
     def exchange(
-        self, messages: list[Message], timeout: float | None
+        self, messages: list[Message], patience: Patience
     ) -> Iterator[tuple[int, Message | None]]:
         """Send messages; yield replies as they arrive, each with its message's node.
 
@@ -41,12 +42,12 @@ class PolledGrid:
             for message in messages
             if message.metadata.message_id in pushed
         }
-        end = None if timeout is None else time.monotonic() + timeout
-        while awaited and (end is None or time.monotonic() < end):
+        while awaited and patience.left_seconds > 0:
             left = self.left_among(awaited.values())
             replies = list(self._grid.pull_messages(awaited))
             for reply in replies:
                 self._count(reply)
+                patience.note_answer()
                 yield awaited.pop(reply.metadata.reply_to_message_id), reply
             for message_id in [id_ for id_, node in awaited.items() if node in left]:
                 yield awaited.pop(message_id), None

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.common.errors import FirstSumClipped, RoundAborted, UpdateAlreadyMasked
+from headwater.common.errors import (
+    FirstSumClipped,
+    LateUpdate,
+    RoundAborted,
+    UpdateAlreadyMasked,
+)
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
@@ -41,6 +46,8 @@ from headwater.server.secagg.unmask_phase import UnmaskedSum
 log = logging.getLogger(__name__)
 
 MASKED_FALSELY = "SumOutOfRange: the sums in and out of range show that it masked a false number"
+MAX_LATE = 3
+ANSWERED_LATE = f"it answered {MAX_LATE} sessions in a row too late"
 
 RANDOM_ROOM = 2.0
 """What random-k leaves out grows in the first rounds: from the first to the second it doubles."""
@@ -68,6 +75,7 @@ class MaskedRounds(RunFeature):
         self._encoding = EncodingState()
         self._suspicion = group_testing.Suspicion()
         self._norms = OpenedNorms()
+        self._times_late: dict[str, int] = {}
         self._sessions: SessionNumbers | None = None
 
     def share(self, publish: Callable[[], None]) -> None:
@@ -277,6 +285,7 @@ class MaskedRounds(RunFeature):
         self._suspicion, culprits = sums.after(before)
         self._has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
+        exclude(dict.fromkeys(self._late_again(cohort.ready, opened), ANSWERED_LATE))
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
@@ -295,6 +304,19 @@ class MaskedRounds(RunFeature):
             unused = zero_tensors(done.mean_P, spans, range(len(spans)))
             done = replace(done, unused=unused)
         return done
+
+    def _late_again(self, ready: Iterable[str], opened: OpenRound) -> list[str]:
+        """Return the members whose answers sessions did not wait for, ``MAX_LATE`` times in a row.
+
+        The count of each begins again.
+        """
+        for name in ready:
+            is_late = isinstance(opened.refused.get(name), LateUpdate)
+            self._times_late[name] = self._times_late.get(name, 0) + 1 if is_late else 0
+        again = [name for name, times in self._times_late.items() if times >= MAX_LATE]
+        counts = self._times_late.items()
+        self._times_late = {name: times for name, times in counts if 0 < times < MAX_LATE}
+        return again
 
     def _note_clipped(
         self, number: int, num_clipped: int, total: UnmaskedSum, *, is_guess: bool
@@ -318,6 +340,7 @@ class MaskedRounds(RunFeature):
             **self._encoding.to_json(),
             "suspicion": suspicion,
             "norms": asdict(self._norms),
+            "times_late": self._times_late,
             "summed_at": summed_at,
         }
 
@@ -326,6 +349,7 @@ class MaskedRounds(RunFeature):
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
         self._norms = OpenedNorms.of_json(row.get("norms", {}))
+        self._times_late = dict(row.get("times_late", {}))
         summed_at = row.get("summed_at")
         self.summed_at = None if summed_at is None else bytes.fromhex(summed_at)
 
