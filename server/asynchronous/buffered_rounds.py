@@ -16,8 +16,8 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from headwater.common.errors import HeadwaterError, StaleUpdate, TooFewOfModel
-from headwater.common.messages import Plan, ReadyReport, Update
+from headwater.common.errors import CountOutOfRange, HeadwaterError, StaleUpdate, TooFewOfModel
+from headwater.common.messages import Plan, ReadyReport, Update, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.asynchronous.dispatching_fleet import DispatchingFleet
@@ -78,10 +78,7 @@ class BufferedRounds:
         Raises:
             HeadwaterError: see ``headwater.server.rounds.round_loop.finish_round``.
         """
-        watch, rule = (
-            Stopwatch(),
-            StalenessRule(version=training.round, chosen=training.settings.asynchronous),
-        )
+        watch = Stopwatch()
         if not self._has_begun:
             if _has_checkpoint(training):
                 self._plans_out.restore(version=training.round, counted=training.counted)
@@ -89,6 +86,11 @@ class BufferedRounds:
                 self._plans_out.discard_other_run()
         self._has_begun = True
         planned, num_updates = self._plan(training, observer, watch)
+        rule = StalenessRule(
+            version=training.round,
+            chosen=training.settings.asynchronous,
+            num_others=num_updates - 1,
+        )
         before = fleet.traffic()
         opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
         observer.asked(opened)
@@ -262,7 +264,7 @@ class BufferedRounds:
                     break
                 continue
             start = time.perf_counter()
-            self._take(opened, answer, rule)
+            self._take(training, opened, answer, rule)
             fold_seconds += time.perf_counter() - start
         watch.lap("train", less=fold_seconds)
         watch.split["fold"] = fold_seconds
@@ -321,7 +323,11 @@ class BufferedRounds:
             save_checkpoint(training, self._fleet, folder)
 
     def _take(
-        self, opened: OpenRound, answer: Update | ReadyReport | Dropout, rule: StalenessRule
+        self,
+        training: Training,
+        opened: OpenRound,
+        answer: Update | ReadyReport | Dropout,
+        rule: StalenessRule,
     ) -> None:
         """Check an answer; add it to the buffer's sum, or record why not.
 
@@ -337,14 +343,25 @@ class BufferedRounds:
         try:
             if isinstance(answer, Update):
                 rule.check(answer.name, answer.report.round - 1)
+                self._check_time(training, answer.report, plan)
             elif plan is not None and isinstance(answer, ReadyReport):
                 rule.check(answer.name, plan.model_version)
             opened.take(answer)
-        except StaleUpdate as error:
+        except (StaleUpdate, CountOutOfRange) as error:
             opened.refuse_answer(answer.name, error)
         if isinstance(answer, Update) and answer.name in opened.refused:
             self._plans_out.remove(answer.name, answer.report.round)
             self._refused[answer.name] = answer.report.round
+
+    def _check_time(self, training: Training, report: UpdateReport, plan: Plan | None) -> None:
+        """Check that a client had time for its windows; a simulated one is believed.
+
+        Raises:
+            CountOutOfRange: see ``PlansOut.check_time``.
+        """
+        known = training.planner.known.estimates.get(report.name)
+        if plan is not None and known is not None and self._fleet.virtual_now() is None:
+            self._plans_out.check_time(report, plan, known.line)
 
 
 def _has_checkpoint(training: Training) -> bool:

@@ -10,23 +10,36 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from headwater.common.errors import FeatureMissing, StateError
+from headwater.common.errors import CountOutOfRange, FeatureMissing, StateError
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan, UpdateReport
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
+from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.local_training.local_plans import algorithm_of
 
 log = logging.getLogger(__name__)
 
 FILE = "plans.json"
+MOST_HASTE = 4.0
+"""A client may be so many times faster than it told: it measured itself while it was busy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOut:
+    """A plan, and the time at which it was sent, in seconds since 1970."""
+
+    plan: Plan
+    sent_at: float
 
 
 class PlansOut:
@@ -36,15 +49,16 @@ class PlansOut:
     and a client without a link still works on the first plan. At most one of them is answered.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, wall_clock: Callable[[], float] = time.time) -> None:
         chosen = settings.asynchronous
+        self._wall_clock = wall_clock
         self.is_kept = chosen.offline_windows > 1
         """Whether plans are noted: only for offline windows."""
         self._max_staleness = chosen.max_staleness
         self._path = None if settings.out is None else settings.out / FILE
         self._algorithm = algorithm_of(settings)
         """What the plans of this server say of the algorithm."""
-        self._plans: dict[str, list[Plan]] = {}
+        self._plans: dict[str, list[PlanOut]] = {}
 
     def restore(self, *, version: int, counted: Mapping[str, int]) -> None:
         """Read the file of an earlier server of the run; a damaged one counts as empty.
@@ -63,15 +77,19 @@ class PlansOut:
         try:
             found = json_of(self._path.read_text(encoding="utf-8"))
             self._plans = {
-                name: [plan for plan in plans if is_open(name, plan)]
-                for name, texts in found.items()
-                for plans in [map(Plan.model_validate_json, texts)]
+                name: [
+                    PlanOut(plan=plan, sent_at=float(one["sent_at"]))
+                    for one in rows
+                    if is_open(name, plan := Plan.model_validate_json(one["plan"]))
+                ]
+                for name, rows in found.items()
             }
         except FileNotFoundError:
             return
         except (
             OSError,
             ValueError,
+            KeyError,
             TypeError,
             AttributeError,
             ValidationError,
@@ -105,16 +123,19 @@ class PlansOut:
             return False
         for name, plan in plans.items():
             own = self._plans.setdefault(name, [])
-            if plan not in own:
-                own.append(plan)
+            if all(one.plan != plan for one in own):
+                own.append(PlanOut(plan=plan, sent_at=self._wall_clock()))
         oldest = version - self._max_staleness
         for name, own in list(self._plans.items()):
-            self._plans[name] = [one for one in own if one.model_version >= oldest]
+            self._plans[name] = [one for one in own if one.plan.model_version >= oldest]
             if not self._plans[name]:
                 del self._plans[name]
         if self._path is None or not plans:
             return False
-        plain = {name: [one.model_dump_json() for one in own] for name, own in self._plans.items()}
+        plain = {
+            name: [{"sent_at": one.sent_at, "plan": one.plan.model_dump_json()} for one in own]
+            for name, own in self._plans.items()
+        }
         try:
             write_atomically(self._path, json.dumps(plain).encode())
         except OSError as error:
@@ -126,14 +147,35 @@ class PlansOut:
 
         Of two plans of one round it is the newest that allows so many examples.
         """
-        found = [one for one in self._plans.get(report.name, []) if one.round == report.round]
+        found = [
+            one.plan for one in self._plans.get(report.name, []) if one.plan.round == report.round
+        ]
         fitting = [one for one in found if _allows(one, report)]
         return next(reversed(fitting or found), None)
+
+    def check_time(self, report: UpdateReport, plan: Plan, pace: Line | None) -> None:
+        """Check that a client had the time for its windows, by the speed that it told.
+
+        ``pace`` are the seconds of its micro-batch; None: the run asks for no speed.
+
+        Raises:
+            CountOutOfRange: it claims more windows than that.
+        """
+        sent_at = [one.sent_at for one in self._plans.get(report.name, []) if one.plan == plan]
+        if pace is None or report.num_windows < 2 or not sent_at:
+            return
+        passed = max(self._wall_clock() - sent_at[0], 0.0)
+        window = plan.accumulation_steps * pace.base + plan.quota * pace.each
+        if report.num_windows * window > MOST_HASTE * passed:
+            raise CountOutOfRange(
+                f"{report.name}: {report.num_windows} windows in {passed:.3g} s, and by the speed "
+                f"that it told one takes {window:.3g} s"
+            )
 
     def remove(self, name: str, round_number: int) -> None:
         """Forget a client's plans up to a round, because it has answered that one."""
         own = self._plans.get(name, [])
-        self._plans[name] = [one for one in own if one.round > round_number]
+        self._plans[name] = [one for one in own if one.plan.round > round_number]
 
 
 def _allows(plan: Plan, report: UpdateReport) -> bool:

@@ -10,6 +10,9 @@ a smaller step, and a device with twice the examples of another has the same par
 d(s) is rounded to a number of 1/1024, at least one. So sum and weight are multiplied by the same
 integer, and the division by 1024 cancels: a buffer of fresh updates gives the bits of a synchronous
 round. The rounding changes d(s) by at most 1/2048.
+
+An update of many windows, summed without a link, would be nearly all of a step. If it has more
+windows than the step has other updates, each of them counts for less.
 """
 
 from __future__ import annotations
@@ -37,14 +40,21 @@ class StalenessRule:
 
     version: int
     chosen: AsynchronousSettings
+    num_others: int
+    """The updates of a full buffer but one."""
 
     def staleness(self, plan: Plan) -> int:
         """Return the steps taken since the model that a plan was sent with."""
         return self.version - plan.model_version
 
-    def times(self, plan: Plan) -> int:
-        """Return how many times the sum and the weight of a plan's update count."""
-        return times_of(self.staleness(plan), self.chosen.exponent)
+    def times(self, plan: Plan, num_windows: int = 1) -> int:
+        """Return how many times the sum and the weight of a plan's update count.
+
+        The windows of one update count no more than the others of the step, one each; in a step
+        without others they count as they are.
+        """
+        found, most = times_of(self.staleness(plan), self.chosen.exponent), self.num_others
+        return max(found * most // num_windows, 1) if 0 < most < num_windows else found
 
     def check(self, name: str, model_version: int) -> None:
         """Check that an update of a model may enter the buffer.

@@ -20,7 +20,7 @@ from headwater.common.messages import Plan, ReportFields
 from headwater.server.aggregation.round_reports import RoundSum
 
 
-def once(_: Plan) -> int:
+def once(_: Plan, _num_windows: int) -> int:
     """Return how many times an update of a synchronous round counts."""
     return 1
 
@@ -29,7 +29,7 @@ def correct_steps(
     done: RoundSum,
     plans: Mapping[str, Plan],
     reports: Mapping[str, ReportFields],
-    times_of: Callable[[Plan], int] = once,
+    times_of: Callable[[Plan, int], int] = once,
 ) -> None:
     """Multiply the mean by the mean path length of its clients, in place; 1 if none is normalized.
 
@@ -47,7 +47,7 @@ def mean_path_length(
     plans: Mapping[str, Plan],
     names: Iterable[str],
     reports: Mapping[str, ReportFields],
-    times_of: Callable[[Plan], int] = once,
+    times_of: Callable[[Plan, int], int] = once,
 ) -> float:
     """Return the mean path length of the clients ``names``; ``reports`` are those of some."""
     lengths, weights = [], []
@@ -57,7 +57,7 @@ def mean_path_length(
         assert local is not None
         length = _own_length(local, report)
         own = (plan.weigh_as or plan.quota) if report is None else report.weight
-        weight = float(times_of(plan) * own)
+        weight = float(times_of(plan, 1 if report is None else report.num_windows) * own)
         lengths.append(weight * length)
         weights.append(weight)
     return math.fsum(lengths) / math.fsum(weights)

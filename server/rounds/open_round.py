@@ -78,7 +78,7 @@ class OpenRound:
         beyond_norm: BeyondNorm = "refuse",
         held: Holder | None = None,
         releases_reports: bool = True,
-        times_of: Callable[[Plan], int] | None = None,
+        times_of: Callable[[Plan, int], int] | None = None,
         extra: ExtraSums | None = None,
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
@@ -86,8 +86,9 @@ class OpenRound:
         ``metrics`` are the names that a secure session of the round masks. ``norm_watch`` is None
         if norms are not watched. With ``held``, updates are held one by one for a robust rule
         rather than added to the sum. Without ``releases_reports`` the updates' reports are the
-        plans' own numbers. ``times_of`` says how many times an update with this plan
-        counts; None: once. ``extra`` adds up the sums beside the model's; None if there are none.
+        plans' own numbers. ``times_of`` says how many times an update of this plan and
+        so many windows counts; None: once. ``extra`` adds up the sums beside the model's; None if
+        there are none.
         """
         self.metrics = metrics
         self.extra = extra
@@ -119,9 +120,9 @@ class OpenRound:
         self.releases_reports = releases_reports
         self._times_of = times_of
 
-    def times(self, plan: Plan) -> int:
-        """Return how many times an update with this plan counts."""
-        return 1 if self._times_of is None else self._times_of(plan)
+    def times(self, plan: Plan, num_windows: int = 1) -> int:
+        """Return how many times an update of so many windows of this plan counts."""
+        return 1 if self._times_of is None else self._times_of(plan, num_windows)
 
     @property
     def has_one_model(self) -> bool:
@@ -196,9 +197,9 @@ class OpenRound:
             )
             values_P = admitted(update, plan)
             if plan.asks_model:
-                self._add(report.name, plan, values_P, report.weight)
+                self._add(report.name, plan, values_P, report.weight, report.num_windows)
             if self.extra is not None:
-                times = self.times(plan)
+                times = self.times(plan, report.num_windows)
                 self.extra.add(update.sums, weight=report.weight, times=times)
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
@@ -236,7 +237,9 @@ class OpenRound:
             self.accepted[columns.names[at]] = reports[at]
             self._reports.append(reports[at])
 
-    def _add(self, name: str, plan: Plan, values_P: Vector, weight: int) -> None:
+    def _add(
+        self, name: str, plan: Plan, values_P: Vector, weight: int, num_windows: int = 1
+    ) -> None:
         """Check one update's vector and add it.
 
         Raises:
@@ -250,7 +253,7 @@ class OpenRound:
             self.held.hold(whole(within_P), weight)
         else:
             known = peaks if within_P is values_P else None
-            self._total.fold(within_P, weight, known, times=self.times(plan))
+            self._total.fold(within_P, weight, known, times=self.times(plan, num_windows))
 
     def _within_norm(self, name: str, values_P: Vector, weight: int) -> Vector:
         """Return an update's vector, or a copy that is scaled down to the norm's limit.

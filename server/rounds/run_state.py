@@ -172,12 +172,12 @@ class Training:
         planned: RoundPlans,
         *,
         num_updates: int | None = None,
-        times_of: Callable[[Plan], int] | None = None,
+        times_of: Callable[[Plan, int], int] | None = None,
     ) -> OpenRound:
         """Empty the sum for a round with these plans, as the features change them.
 
         ``num_updates`` are awaited, None: one for each plan. ``times_of`` says how many times the
-        update of a plan counts; None: once.
+        update of a plan counts, by its windows; None: once.
 
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
@@ -191,7 +191,7 @@ class Training:
         plans = opening.plans
         self._check_same(plans.values())
         planned_weight = sum(
-            (1 if times_of is None else times_of(plan))
+            (1 if times_of is None else times_of(plan, 1))
             * (plan.weigh_as or max_weight * plan.max_examples)
             for plan in plans.values()
         )

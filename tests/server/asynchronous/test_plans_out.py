@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from headwater.common.errors import CountOutOfRange
 from headwater.common.messages import Plan, UpdateReport
+from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
-from headwater.server.asynchronous.plans_out import FILE, PlansOut
+from headwater.common.stats.linear_fit import Line
+from headwater.server.asynchronous.plans_out import FILE, MOST_HASTE, PlansOut
 
 
 def plan_of(version: int, *, quota: int = 4) -> Plan:
@@ -30,7 +37,12 @@ def report(name: str, round_number: int, *, num_examples: int = 4) -> UpdateRepo
 
 
 def plans_in(
-    folder: Path, *, max_staleness: int = 5, offline_windows: int = 3, algorithm: str = "exact"
+    folder: Path,
+    *,
+    max_staleness: int = 5,
+    offline_windows: int = 3,
+    algorithm: str = "exact",
+    wall_clock: Callable[[], float] = time.time,
 ) -> PlansOut:
     chosen = {
         "is_on": True,
@@ -38,7 +50,7 @@ def plans_in(
         "offline_windows": offline_windows,
     }
     settings = {"out": folder, "asynchronous": chosen, "local": {"algorithm": algorithm}}
-    return PlansOut(Settings.model_validate(settings))
+    return PlansOut(Settings.model_validate(settings), wall_clock=wall_clock)
 
 
 def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Path) -> None:
@@ -90,6 +102,35 @@ def test_a_plan_of_another_algorithm_is_forgotten(tmp_path: Path) -> None:
     after = plans_in(tmp_path, algorithm="fedavg")
     after.restore(version=3, counted={})
     assert after.answered_by(report("pi", 4)) is None
+
+
+PACE = Line(base=0.5, each=0.25)
+WINDOW_SECONDS = 2 * 0.5 + 4 * 0.25  # of four examples in two micro-batches
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_windows_that_a_client_had_no_time_for_are_refused(
+    tmp_path: Path, *, is_restarted: bool
+) -> None:
+    now, plan = [1000.0], plan_of(3).asking(OfflineTerms(windows=50))
+    plans = plans_in(tmp_path, offline_windows=50, wall_clock=lambda: now[0])
+    plans.add({"pi": plan}, version=3)
+    if is_restarted:
+        plans = plans_in(tmp_path, offline_windows=50, wall_clock=lambda: now[0])
+        plans.restore(version=3, counted={})
+    many = report("pi", 4, num_examples=200).model_copy(update={"num_windows": 50})
+    now[0] += 50 * WINDOW_SECONDS / MOST_HASTE * 0.99
+    with pytest.raises(CountOutOfRange, match="pi: 50 windows in 24"):
+        plans.check_time(many, plan, PACE)
+    now[0] += 1.0
+    plans.check_time(many, plan, PACE)
+
+
+def test_one_window_and_a_run_without_speeds_have_no_such_limit(tmp_path: Path) -> None:
+    plans, plan = plans_in(tmp_path, wall_clock=lambda: 1000.0), plan_of(3)
+    plans.add({"pi": plan}, version=3)
+    plans.check_time(report("pi", 4), plan, PACE)
+    plans.check_time(report("pi", 4).model_copy(update={"num_windows": 3}), plan, None)
 
 
 def test_a_damaged_file_counts_as_empty(tmp_path: Path) -> None:

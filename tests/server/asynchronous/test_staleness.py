@@ -32,7 +32,8 @@ def plan_of(version: int) -> Plan:
 
 
 def rule_at(version: int, **chosen: float) -> StalenessRule:
-    return StalenessRule(version=version, chosen=AsynchronousSettings(is_on=True, **chosen))
+    settings = AsynchronousSettings(is_on=True, **chosen)
+    return StalenessRule(version=version, chosen=settings, num_others=3)
 
 
 def new_sum() -> CohortSum:
@@ -70,6 +71,19 @@ def test_the_step_is_the_weighted_mean_of_sums_and_weights_with_one_discount(
     found = total.close().tolist()
     # The mean is rounded once, to float32.
     assert found == pytest.approx([float(one / below) for one in above], rel=2**-23, abs=1e-12)
+
+
+@given(st.integers(1, 2**20), st.integers(0, 30), st.integers(1, 64))
+def test_windows_of_one_update_weigh_no_more_than_the_other_updates_of_a_step(
+    num_windows: int, staleness: int, num_others: int
+) -> None:
+    rule = StalenessRule(version=30, chosen=AsynchronousSettings(is_on=True), num_others=num_others)
+    plan, one = plan_of(30 - staleness), rule.times(plan_of(30 - staleness))
+    times = rule.times(plan, num_windows)
+    if num_windows <= num_others:
+        assert times == one
+    elif times > 1:  # the fewest times that there are
+        assert num_windows * times <= num_others * one < num_windows * (times + 1)
 
 
 @given(UPDATES)

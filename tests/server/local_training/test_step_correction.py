@@ -147,7 +147,7 @@ def test_a_device_counts_with_the_steps_that_it_took_and_at_most_its_plan_s() ->
 def test_the_length_of_a_stale_update_s_path_is_discounted_as_the_update_is() -> None:
     plans = plans_of(LocalTerms(is_normalized=True))
 
-    def times(one: Plan) -> int:
+    def times(one: Plan, _num_windows: int) -> int:
         return 3 if local_of(one).steps == STEPS["few"] else 1
 
     assert mean_path_length(plans, ["few", "many"], {}, times) == (3 * 2 + 10) / 4
