@@ -23,7 +23,7 @@ from headwater.client.flower.request import (
     SPOOL,
     spool_of,
 )
-from headwater.client.flower.state_file import OFFLINE, STATE, StateFile
+from headwater.client.flower.state_file import NOT_ASKED, OFFLINE, STATE, StateFile
 from headwater.client.node_features import NodeAnswer, node_features
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
@@ -150,8 +150,7 @@ class Node:
         instruction of the device's own (``is_own``) may be one that no server may send.
         """
         if message_type == f"query.{OFFLINE}" and not is_own:
-            unasked = UnexpectedUpdate("only the device itself goes on without a link")
-            return NodeAnswer(message_id=message_id, error=unasked)
+            return NodeAnswer(message_id=message_id, error=UnexpectedUpdate(NOT_ASKED))
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:

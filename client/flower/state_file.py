@@ -31,6 +31,7 @@ REPEATS, TERM, EXAMPLES = "repeats", "term", "examples"
 """The entries' names in the context and in the file."""
 
 OFFLINE = "offline"
+NOT_ASKED = "only the device itself goes on without a link"
 """The query that the node sends its own app; no server may send it."""
 
 STATE = "state"

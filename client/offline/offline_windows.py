@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.flower.request import DeviceRequest
-from headwater.client.flower.state_file import SAMPLER, offline_name
+from headwater.client.flower.request import OWN_SETTINGS, DeviceRequest
+from headwater.client.flower.state_file import NOT_ASKED, SAMPLER, offline_name
 from headwater.client.offline.offline_sum import OfflineSum, OfflineSumFile
-from headwater.common.errors import HeadwaterError, StateError
+from headwater.common.errors import HeadwaterError, StateError, UnexpectedUpdate
 from headwater.common.flower import records
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
@@ -29,13 +29,16 @@ def offline_file(request: DeviceRequest) -> OfflineSumFile:
 
 def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
     """Return the most windows that a sum may have, by the plan and by the device's owner."""
+    settings = request.settings
+    if settings.secure.aggregation != "off" or settings.privacy.budget is not None:
+        return 1  # its owner allows no plain sum
     if request.local_store is not None:
         return 1  # its own parameters follow each window
     if "privacy" in plan.terms:
         return 1  # each window is clipped by itself, and their sum would exceed the bound
-    if request.settings.feature.name is not None:
+    if settings.feature.name is not None:
         return 1  # its sums and its state are of one window
-    return min(plan.max_windows, request.settings.asynchronous.offline_windows)
+    return min(plan.max_windows, settings.asynchronous.offline_windows)
 
 
 def go_on_offline(request: DeviceRequest) -> Update | None:
@@ -44,8 +47,11 @@ def go_on_offline(request: DeviceRequest) -> Update | None:
     None says that no window can be added: the update is as it was.
 
     Raises:
+        UnexpectedUpdate: a server asks for it, on a SuperNode; ``Node`` asks its own app alone.
         StateError: it cannot be written; or see ``add_window``.
     """
+    if OWN_SETTINGS not in request.context.node_config:
+        raise UnexpectedUpdate(NOT_ASKED)
     content = request.message.content
     parts = json_of(records.head_json(content))
     if not parts:
