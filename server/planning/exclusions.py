@@ -1,4 +1,4 @@
-"""Excludes clients from the following rounds that made a secure session fail, or may not take part.
+"""Excludes clients from the following rounds that broke the protocol, or may not take part.
 
 A client is excluded for ten rounds the first time and for twice as many each further time. It
 returns afterwards, because a broken device may have been repaired. ``server.secagg.blame`` decides
@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headwater.common.errors import (
+    CorruptUpdate,
     ExamplesForgotten,
     HeadwaterError,
+    OversizeUpdate,
     PrivacyBudgetSpent,
     PrivacyRequired,
 )
@@ -50,6 +52,18 @@ def owners_reasons(refused: Mapping[str, HeadwaterError]) -> dict[str, str]:
         name: f"{error.code}: {OWNERS_REASONS[type(error)]}"
         for name, error in refused.items()
         if type(error) in OWNERS_REASONS
+    }
+
+
+def breaches(refused: Mapping[str, HeadwaterError]) -> dict[str, str]:
+    """Return the clients whose answers were no messages of the protocol, with the reasons.
+
+    Each such answer costs the server the reading of it, and the next one would be like it.
+    """
+    return {
+        name: f"{error.code}: its answer was no message of the protocol"
+        for name, error in refused.items()
+        if isinstance(error, CorruptUpdate | OversizeUpdate)
     }
 
 

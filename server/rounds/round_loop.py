@@ -21,7 +21,7 @@ from headwater.common.system.stop_signals import interrupts_held, raise_if_inter
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
-from headwater.server.planning.exclusions import owners_reasons
+from headwater.server.planning.exclusions import breaches, owners_reasons
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.checkpoint import keep_frozen
@@ -262,6 +262,8 @@ def finish_round(
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True
     )
+    if len(opened.accepted) >= training.settings.num_clients_needed:  # else none would be left
+        training.planner.exclude(breaches(opened.refused), round_number=training.round + 1)
     try:
         _raise_common_fault(opened)
         for feature in training.features.values():

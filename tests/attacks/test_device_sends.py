@@ -329,3 +329,34 @@ def test_a_port_scanner_changes_nothing(model: bytes) -> None:
             assert run.model() == model
 
     asyncio.run(play())
+
+
+def test_a_device_whose_answer_breaks_the_protocol_sits_out_while_others_suffice() -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest", rounds=3) as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await head_text("{")(attacker, await attacker.plan())
+            for _ in range(3):
+                await honest.update(await honest.plan())
+            await run.end()
+            assert [row.num_invited for row in run.rows] == [2, 1, 1]
+            assert "CorruptUpdate" in run.rows[1].left_out["attacker"]
+
+    asyncio.run(play())
+
+
+def test_a_device_without_which_no_round_can_be_stays_and_its_next_answer_counts() -> None:
+    async def play() -> None:
+        async with cohort("attacker", "honest", min_clients=2) as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await head_text("{")(attacker, await attacker.plan())
+            await honest.update(await honest.plan())
+            await attacker.update(await attacker.plan())  # the aborted round's next attempt
+            await honest.update(await honest.plan())
+            await run.end()
+            (row,) = run.rows
+            assert (row.num_invited, row.num_aborted, row.weight) == (2, 1, 16)
+
+    asyncio.run(play())
