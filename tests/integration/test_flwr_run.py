@@ -90,6 +90,7 @@ class Deployment:
         self._started: list[subprocess.Popen[bytes]] = []
         self._logs: dict[int, Path] = {}
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._owners = ""
         self._port, *self._node_ports = (free_port() for _ in range(1 + NUM_NODES))
         self._bin = make_venv(folder / "venv")
         self._environment = os.environ | {
@@ -128,12 +129,16 @@ class Deployment:
         """The keys of updates that await a message."""
         return list((self.of(part) / "runtime").glob("*"))
 
-    def start_nodes(self, *, last_vanishes_at: str = "never") -> None:
-        """Start the SuperNodes that do not run, the last anew if it is to vanish; wait for all."""
+    def start_nodes(self, *, last_vanishes_at: str = "never", owners: str = "") -> None:
+        """Start the SuperNodes that do not run, the last anew if it is to vanish; wait for all.
+
+        ``owners`` is what their owners add to the nodes' configuration; all start anew for it.
+        """
+        is_as_before, self._owners = owners == self._owners, owners
         for part, port in zip(PARTS, self._node_ports, strict=True):
             when = last_vanishes_at if part == PARTS[-1] else "never"
             if part in self._nodes and self._nodes[part].poll() is None:
-                if when == "never":
+                if when == "never" and is_as_before:
                     continue
                 self._nodes[part].terminate()
                 self._nodes[part].wait(PATIENCE_SECONDS)
@@ -143,7 +148,7 @@ class Deployment:
                 "identity": self.of(part) / "key",
                 "allow-list": self.folder / "allow-list",
             }
-            config = [f"partition-id={part} num-partitions={NUM_NODES} order-seed=0"]
+            config = [f"partition-id={part} num-partitions={NUM_NODES} order-seed=0 {owners}"]
             config += [f'{key}="{path}"' for key, path in files.items()]
             self._nodes[part] = self.run(
                 str(self._bin / "python"), "-c", SUPERNODE, when,
@@ -153,15 +158,16 @@ class Deployment:
         for node in self._nodes.values():
             self._await(partial(self._has_joined, node))
 
-    def flwr_run(self, *run_config: str) -> Path:
+    def flwr_run(self, *run_config: str, is_refused: bool = False) -> Path:
         """Run the project to its end; return the folder that it leaves."""
         out = self.folder / f"out-{uuid4().hex[:4]}"
         run = self.run(
             "flwr", "run", str(ROOT), "loopback", "--stream",
             "--run-config", " ".join([RUN_CONFIG, *run_config, f'out="{out}"']),
         )  # fmt: skip
-        assert run.wait(PATIENCE_SECONDS) == 0, self.said()
-        assert (out / MODEL).exists(), self.said()
+        code = run.wait(PATIENCE_SECONDS)
+        assert is_refused or code == 0, self.said()
+        assert is_refused or (out / MODEL).exists(), self.said()
         return out
 
     def _await_health(self, url: str) -> None:
@@ -335,6 +341,28 @@ def test_a_masked_asynchronous_step_on_supernodes_gives_the_in_process_model_bit
     assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes(), deployment.said()
     [row] = read_rows(out)
     assert [client["name"] for client in row["masked_clients"]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_s_values_take_no_limit_from_the_owners_of_supernodes(
+    deployment: Deployment,
+) -> None:
+    """Each key is one that the bundle ships; with them a session of four opened one's update."""
+    deployment.start_nodes(owners="min-members=5")
+    out = deployment.flwr_run(
+        "rounds=1",
+        "cohort.max_aborted_rounds=1",
+        'secure.aggregation="active"',
+        "secure.min_members=3",
+        "secure.min_quota=1",
+        "secure.max_share=1.0",
+        "secure.min_survivors=0.01",
+        "secure.member_bits=1",
+        is_refused=True,
+    )
+    assert not read_rows(out)
+    assert "this device masks among at least 5" in deployment.said()
 
 
 def vanishing(settings: Settings) -> list[str | None]:
