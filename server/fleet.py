@@ -169,6 +169,14 @@ class Fleet(Protocol):
         """Whether the clients' seconds are those of a simulator's clock."""
         ...
 
+    @property
+    def can_repeat_rounds(self) -> bool:
+        """Whether the checkpoint has all that its clients know.
+
+        The rounds after it can then be run again to the bit: it is written every few seconds.
+        """
+        ...
+
     def share_frozen(self, image: ModelImage) -> None:
         """Take the model whose frozen part is sent to clients that lack it, before ``describe``."""
         ...

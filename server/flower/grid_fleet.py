@@ -59,6 +59,8 @@ REFUSALS_SECONDS = 1.0  # devices that are refused within this time share a line
 class GridFleet:
     """The clients of a Grid, by name."""
 
+    can_repeat_rounds = False
+
     def __init__(self, grid: Grid, *, intermediaries: Intermediaries | None = None) -> None:
         """``intermediaries`` are the nodes that answer for others; None: there are none."""
         self._grid = grid

@@ -175,6 +175,11 @@ class RunFeature(PlanningMoments):
             HeadwaterError: the run ends.
         """
 
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether the last round's checkpoint is to be written at once, for what ``saved`` does."""
+        return False
+
     def saved(self, folder: Path) -> None:
         """Write what goes with the round whose checkpoint is in the run's folder."""
 

@@ -63,6 +63,9 @@ class Observer:
     def on_round(self, row: RoundRow) -> None:
         """Handle a committed round: its checkpoint is on disk, if the run writes to a folder."""
 
+    def went_back(self, round_number: int) -> None:
+        """Handle that the rounds after this one are forgotten: their checkpoint is not written."""
+
     def ended(self) -> None:
         """Handle the end of a run, also after an error; the model is saved if it could be."""
 
@@ -104,6 +107,10 @@ class Observers(Observer):
     def on_round(self, row: RoundRow) -> None:
         for observer in self._observers:
             observer.on_round(row)
+
+    def went_back(self, round_number: int) -> None:
+        for observer in self._observers:
+            observer.went_back(round_number)
 
     def ended(self) -> None:
         for observer in self._observers:

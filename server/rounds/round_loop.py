@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from headwater.common.errors import (
     FeatureMissing,
@@ -18,6 +19,7 @@ from headwater.common.errors import (
     TermEnded,
 )
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
+from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
@@ -48,6 +50,8 @@ RunRound = Callable[[Training, Fleet, Observer], RoundRow]
 NO_OBSERVER = Observers()
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
 POLL_SECONDS = 0.1
+CHECKPOINT_SECONDS = 2.0
+"""Between checkpoints where the rounds after one can be run again to the bit."""
 
 
 def run(
@@ -90,7 +94,16 @@ def run(
         try:
             # After its term another server has the run, and this folder may hold a stray round.
             if folder is not None and not isinstance(ended_by, TermEnded):
+                if training.num_unsaved and training.is_between_rounds:
+                    _save_state(training, fleet, folder)
                 step_back(training, folder)
+                if training.num_unsaved:
+                    observer.went_back(training.round)
+                    log.warning(
+                        "%s since the checkpoint of round %d: --resume runs them again, to the bit",
+                        counted(training.num_unsaved, "round"),
+                        training.round,
+                    )
                 save_last(folder, training)
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may follow from it.
@@ -100,6 +113,8 @@ def run(
         raise
     else:
         if folder is not None:
+            if training.num_unsaved:
+                _save_state(training, fleet, folder)
             save_last(folder, training)
             training.publish()
         training.optimizer.keep()
@@ -130,6 +145,7 @@ def _run_rounds(
             is_passed = True
             continue
         is_passed = False
+        training.is_between_rounds = False
         try:
             row = run_round(training, fleet, observer)
         except Drained:
@@ -185,13 +201,27 @@ def _save(
             feature.tested(row)
     with interrupts_held():
         observer.stepped(row)
-        if settings.out is not None:
-            save_checkpoint(training, fleet, settings.out)
-            for feature in features:
-                feature.saved(settings.out)
-            training.publish()
+        training.num_unsaved += 1
+        training.is_between_rounds = True
+        if settings.out is not None and _is_checkpoint_due(training, fleet):
+            _save_state(training, fleet, settings.out)
         observer.on_round(row)
         on_round(row)
+
+
+def _is_checkpoint_due(training: Training, fleet: Fleet) -> bool:
+    """Whether the last round's checkpoint is written now; else with a later round."""
+    is_asked = any(one.needs_checkpoint for one in training.features.values())
+    is_old = time.monotonic() - training.saved_at >= CHECKPOINT_SECONDS
+    return is_old or is_asked or not fleet.can_repeat_rounds
+
+
+def _save_state(training: Training, fleet: Fleet, folder: Path) -> None:
+    save_checkpoint(training, fleet, folder)
+    training.num_unsaved, training.saved_at = 0, time.monotonic()
+    for feature in training.features.values():
+        feature.saved(folder)
+    training.publish()
 
 
 def _since(first: RoundAborted, last: RoundAborted) -> RoundAborted:

@@ -122,6 +122,10 @@ class Training:
         self.norm_watch = NormWatch(multiple=settings.aggregation.norm_multiple)
         self._opening: Opening | None = None
         self.round = 0
+        self.num_unsaved, self.saved_at = 0, -math.inf
+        """The rounds since the last checkpoint, and its time on the monotonic clock."""
+        self.is_between_rounds = True
+        """Whether all that a checkpoint holds is of the last committed round."""
         self.left_out_log = LeftOutLog()
         self.run_id = run_id
         self.counted: dict[str, int] = {}

@@ -62,10 +62,15 @@ class SelectedRounds(RunFeature):
             self._found, self._chosen, metrics, round_number=row.round
         )
 
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether the last committed round is the best one so far."""
+        return self._found.best is not None and self._found.best.round == self._run.round
+
     def saved(self, folder: Path) -> None:
         """Keep the model of the last committed round, if it is the best one so far."""
         run, best = self._run, self._found.best
-        if best is None or best.round != run.round:
+        if best is None or not self.needs_checkpoint:
             return
         with run.optimizer.kept_weights():
             save_model(

@@ -42,6 +42,10 @@ class TreeFleet:
     def has_virtual_clock(self) -> bool:
         return self._fleet.has_virtual_clock
 
+    @property
+    def can_repeat_rounds(self) -> bool:
+        return self._fleet.can_repeat_rounds
+
     def share_frozen(self, image: ModelImage) -> None:
         self._fleet.share_frozen(image)
 

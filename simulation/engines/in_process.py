@@ -74,6 +74,12 @@ class LocalFleet:
         self._held = HeldModels()
         self._stages = stages
 
+    @property
+    def can_repeat_rounds(self) -> bool:
+        settings = self._settings
+        has_files = settings.model.local_parameters or settings.feature.name
+        return not (has_files or settings.privacy.is_on)  # each run of a round is paid for
+
     def part(self, name: str) -> int:
         """Return a device's number."""
         return self._devices.identities.part(name)

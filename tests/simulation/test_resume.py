@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
-from headwater.common.model.trained_model import MODEL
+from headwater.common.model.trained_model import MODEL, read_model
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import ROUNDS, read_rows
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE
+from headwater.server.rounds.observer import Observer
+from headwater.server.rounds.open_round import OpenRound
 from headwater.simulation.cli import app
 from headwater.simulation.run import run_engine
 
@@ -225,3 +227,33 @@ def test_a_checkpoint_with_a_feature_that_is_not_here_is_refused_by_its_name(
     done = CliRunner().invoke(app, ["--out", str(tmp_path / "run"), "--resume", "--rounds", "4"])
     assert done.exit_code != 0
     assert "scaffold" in done.output
+
+
+class EndsInRound(Observer):
+    """Ends the run in the middle of a round."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def closed(self, opened: OpenRound) -> None:
+        if next(iter(opened.plans.values())).round == self._number:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_ends_rounds_after_its_checkpoint_runs_them_again_to_the_bit(
+    tmp_path: Path, run: str
+) -> None:
+    """Checkpoints are seconds apart: the first round has one, the next four take no second."""
+    simulate(chosen(tmp_path / "whole", ROUNDS_IN_ALL, run))
+    settings = chosen(tmp_path / "ended", ROUNDS_IN_ALL, run)
+    with pytest.raises(KeyboardInterrupt):
+        run_engine(settings, on_round=lambda _: None, resume=False, observer=EndsInRound(5))
+    done = checkpoint.saved_round(tmp_path / "ended")
+    assert done is not None
+    assert [row["round"] for row in read_rows(tmp_path / "ended")] == list(range(1, done + 1))
+    assert read_model(tmp_path / "ended" / MODEL)[0].rounds == done
+    simulate(settings, resume=True)
+    assert comparable_rows(tmp_path / "ended") == comparable_rows(tmp_path / "whole")
+    models = [(tmp_path / name / MODEL).read_bytes() for name in ("ended", "whole")]
+    assert models[0] == models[1]

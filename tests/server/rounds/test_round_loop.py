@@ -66,6 +66,7 @@ class Network:
     """Real devices, and a wire that may change what they say."""
 
     has_virtual_clock = True
+    can_repeat_rounds = False
 
     def __init__(self, settings: Settings, tamper: Tamper) -> None:
         grid = InProcessGrid(client_app(virtual_hardware), settings)
