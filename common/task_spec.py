@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from types import ModuleType
 from typing import Any
 
@@ -85,6 +85,17 @@ def source_file(spec: str) -> Path | None:
         return file if file.is_file() else None
     module = module_of_name(place)
     return None if module is None or not module.file.is_file() else module.file
+
+
+def is_below(spec: str, folder: Path) -> bool:
+    """Return whether a spec names a module, or a file below a folder (links are followed)."""
+    place, _ = split_spec(spec)
+    path, root = Path(place), folder.resolve()
+    # A task's "~" is expanded also in "./~", and to look at a network path connects to its host.
+    is_home = str(path).startswith("~")
+    if is_home or PureWindowsPath(place).drive or place.startswith(("\\\\", "//")):
+        return False
+    return (root / path).resolve().is_relative_to(root)
 
 
 def _is_path(place: str) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from headwater.common.named_objects import part_of
 from headwater.common.parsed_text import json_of
 from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
-from headwater.common.task_spec import split_spec
+from headwater.common.task_spec import is_below
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
@@ -308,7 +308,7 @@ def task_of(task: Task | str | None, record: ModelRecord, file: Path) -> Task:
         raise UnknownTask(
             f"{file} does not say which task built its model", remedy=f"name it: {_HOW}"
         )
-    if not _is_local(record.task):
+    if not is_below(record.task, Path.cwd()):
         raise UnknownTask(
             f"{file} names the task {record.task}, which is outside of the working folder: a file "
             "does not choose the code that is run",
@@ -318,14 +318,3 @@ def task_of(task: Task | str | None, record: ModelRecord, file: Path) -> Task:
 
 
 _HOW = "load_model(path, task='my_task.py:MyTask'), or --task"
-
-
-def _is_local(spec: str) -> bool:
-    """Return whether a task is an installed module or a file below the working folder."""
-    place, _ = split_spec(spec)
-    path, folder = Path(place), Path.cwd().resolve()
-    # load_task expands "~" also in "./~", and to look at a network path would connect to its host.
-    is_home = str(path).startswith("~")
-    if is_home or PureWindowsPath(place).drive or place.startswith(("\\\\", "//")):
-        return False
-    return (folder / path).resolve().is_relative_to(folder)

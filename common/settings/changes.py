@@ -1,16 +1,23 @@
-"""What a resumed run's settings change: the values before and after, and their words.
+"""What a resumed run's settings change, and which code the file in its folder may name.
 
 Each checkpoint stores the settings of its rounds. A resumed run is compared with them, and not with
 settings.toml, which it overwrites: so a change is not lost if the run ends before its next round.
+
+A run's folder may come from anybody, and to load a task or an optimizer runs its code. So the file
+in it, and a submitted one, name only installed modules and files below the working folder, as a
+saved model does (``common.model.trained_model``). The user may name any code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from headwater.common.errors import SettingsError
 from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings, Settings
+from headwater.common.task_spec import is_below, split_place
 
 Values = dict[str, Any]
 """Settings by their dotted keys, as JSON has them."""
@@ -66,6 +73,50 @@ def changes_text(found: Changes, *, arrow: str = "→") -> str:
         f"{_words(key)} {_shown(before)} {arrow} {_shown(after)}"
         for key, (before, after) in found.items()
     )
+
+
+def named_code(settings: Settings) -> list[tuple[str, str]]:
+    """Return each place of code that the settings name, after the key of its setting.
+
+    A name of ``torch.optim``, or of a library, is like that of an installed module.
+    """
+    places = [
+        ("task", settings.task),
+        ("track", settings.track),
+        ("optimizer.name", settings.optimizer.name),
+        ("algorithm.name", settings.algorithm.name),
+        *(("feature.name", name) for name in settings.feature.names),
+        ("standby.shared_state", settings.standby.shared_state),
+    ]
+    return [(key, place) for key, place in places if place is not None and _is_code(place)]
+
+
+def check_code(
+    settings: Settings, file: Path, *, folder: Path | None = None, given: Collection[str] = ()
+) -> None:
+    """Check that a file's settings name code below a folder, the working folder by default.
+
+    ``given`` are the keys that the user has set, in place of the file.
+
+    Raises:
+        SettingsError: one names code elsewhere.
+    """
+    folder = folder or Path.cwd()
+    for key, place in named_code(settings):
+        if key not in given and not is_below(place, folder):
+            setting = all_settings()[key]
+            raise SettingsError(
+                f"{file}: {setting.name} is {place}, which is outside of the working folder "
+                f"{folder}: a file does not choose the code that is run",
+                remedy=f"if it is your own: to resume, name it yourself with {setting.flag}; to "
+                "submit it, copy it into the server's working folder",
+            )
+
+
+def _is_code(place: str) -> bool:
+    """Return whether a text may name code: shared state may be a plain folder."""
+    file, name = split_place(place)
+    return name is not None or Path(file).suffix == ".py"
 
 
 def _words(key: str) -> str:

@@ -98,7 +98,7 @@ def load_run(
 
     Raises:
         SettingsError: as ``load``, or a resumed run without a folder, or with nothing in it and no
-            task to begin with.
+            task to begin with; or its file names code elsewhere (``check_code``).
     """
     if not resume:
         return load(config, overrides, source=source)
@@ -112,7 +112,14 @@ def load_run(
             f"there is no run to resume in {out}: it holds no {SETTINGS_FILE}",
             remedy="correct --out; or name the --task, and a run begins there",
         )
-    return load(config, overrides, source=source, below=left if left.exists() else None)
+    if not left.exists():
+        return load(config, overrides, source=source)
+    from headwater.common.settings.changes import check_code
+
+    settings = load(config, overrides, source=source, below=left)
+    given = {key for key, value in overrides.items() if value is not None}
+    check_code(settings, left, given=given | {key for key, _ in flattened(own)})
+    return settings
 
 
 def read_tree(file: Path) -> dict[str, Any]:

@@ -34,8 +34,10 @@ def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
             "API or of the simulator",
             remedy="serve the run with headwater-server, or start the next run when this one ends",
         )
-    is_same = read_server_state(last).info.get("working_folder") == str(Path.cwd())
-    settings = read_submission(config, has_other_folder=not is_same)
+    server_folder = read_server_state(last).info.get("working_folder")
+    settings = read_submission(
+        config, server_folder=None if server_folder is None else Path(server_folder)
+    )
     folder = submit(folder, settings, is_next=is_next)
     server, number = read_server_state(folder), len(queued_runs(folder))
     if not server.is_up:

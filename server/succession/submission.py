@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.changes import check_code
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import default_out, load
 from headwater.common.task_spec import source_file, split_place
@@ -17,13 +18,14 @@ from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run_state import Training
 
 
-def read_submission(config: Path, *, has_other_folder: bool) -> Settings:
+def read_submission(config: Path, *, server_folder: Path | None) -> Settings:
     """Return the settings of a run that can be trained here.
 
-    ``has_other_folder``: the server's working folder is another one than this process's.
+    ``server_folder`` is the server's working folder; None if it is not known.
 
     Raises:
-        SettingsError: the file names no task, or a folder that holds a run; or see ``load``.
+        SettingsError: the file names no task, a folder that holds a run, or code outside of this
+            process's working folder or of the server's; or see ``load``.
         HeadwaterError: the run cannot begin, see ``Training``.
     """
     settings = load(config, {})
@@ -34,7 +36,10 @@ def read_submission(config: Path, *, has_other_folder: bool) -> Settings:
             f"{config}: {settings.out} already holds a run",
             remedy="choose another out, or leave it out: then it is runs/TASK-TIME",
         )
-    settings = _with_absolute_paths(settings) if has_other_folder else settings
+    check_code(settings, config)
+    if server_folder != Path.cwd():
+        settings = _with_absolute_paths(settings)
+        check_code(settings, config, folder=server_folder)
     written = settings.model_copy(update={"out": settings.out or default_out(settings)})
     Training(written, run_id=0).check()
     return settings

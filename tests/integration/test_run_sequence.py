@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import headwater
-from tests.processes import Process, Processes, port_of, until
+from tests.processes import Process, Processes, port_of, until, work_in
 
 TASKS = """
 import torch
@@ -53,8 +54,9 @@ def test_the_next_run_has_the_devices_on_which_its_task_is_installed(tmp_path: P
     config = tmp_path / "second.toml"
     config.write_text(f'task = "{second}"\nrounds = 3\nout = "{two}"\n[cohort]\nmin_clients = 2\n')
     with Processes(tmp_path / "processes") as processes:
+        there = partial(work_in, tmp_path)
         server = processes.server(
-            *("--rounds", "forever", "--min-clients", 2, "--out", one), task=first
+            *("--rounds", "forever", "--min-clients", 2, "--out", one), task=first, prepare=there
         )
         port = port_of(server)
 
@@ -66,7 +68,8 @@ def test_the_next_run_has_the_devices_on_which_its_task_is_installed(tmp_path: P
         device_2 = start(2, f"Third={second}")
         until(lambda: {"0", "1", "2"} in rows(one), what=server.text)
         device_1.kill()
-        submitted = processes.complete("server", "submit", config, "--out", one, "--next")
+        submit = ("submit", config, "--out", one, "--next")
+        submitted = processes.complete("server", *submit, prepare=there)
         assert "it begins after the current round" in submitted.stdout
         server.wait_for(r"Second on \S+")
         start(1, f"Second={second}")
@@ -75,7 +78,7 @@ def test_the_next_run_has_the_devices_on_which_its_task_is_installed(tmp_path: P
         assert device_2.wait() == 1
         refusal = device_2.text()
         status = processes.complete("server", "status", "--out", one).stdout
-        again = processes.server("--resume", "--out", one, task=first)
+        again = processes.server("--resume", "--out", one, task=first, prepare=there)
         assert again.wait() == 0, again.text()
     assert rows(two) == [{"0", "1"}] * 3
     assert "goes on with the task Second" in device_0.text()

@@ -148,15 +148,15 @@ def test_a_queued_file_that_is_no_settings_file_is_named(first: Path) -> None:
         queued_runs(first)
 
 
-def submitted(folder: Path, text: str, *, has_other_folder: bool = True) -> Settings:
+def submitted(folder: Path, text: str, *, server_folder: Path | None = None) -> Settings:
     file = folder / "next.toml"
     file.write_text(text)
-    return read_submission(file, has_other_folder=has_other_folder)
+    return read_submission(file, server_folder=server_folder)
 
 
 def test_a_submission_has_absolute_paths_for_a_server_that_runs_elsewhere(tmp_path: Path) -> None:
     text = f'task = "{TASK}"\nrounds = "forever"\nout = "runs/next"'
-    here = submitted(tmp_path, text, has_other_folder=False)
+    here = submitted(tmp_path, text, server_folder=Path.cwd())
     assert (here.task, here.out) == (TASK, Path("runs/next"))
     settings = submitted(tmp_path, text)
     assert settings.task == f"{Path('tests/tasks.py').absolute()}:TwoLayers"

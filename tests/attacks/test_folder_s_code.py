@@ -1,0 +1,116 @@
+"""A run's folder, or a submitted file, that names code from beyond the working folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import headwater
+from headwater.common.errors import SettingsError
+from headwater.common.settings.changes import named_code
+from headwater.common.settings.introspection import all_settings
+from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load, load_run
+from headwater.server.rounds.run_state import Training
+from headwater.server.succession.submission import read_submission
+from tests.processes import Processes, work_in
+
+REFUSED = "does not choose the code"
+OWN_TASK = "mine.py:Mine"
+OF_DEVICES = {"client.tasks"}
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file beside the working folder, which leaves a mark if it is run."""
+    mark, file = tmp_path / "mark", tmp_path / "evil.py"
+    file.write_text(f"open({str(mark)!r}, 'w')\nfrom tests.python_tasks import Signs as Evil\n")
+    working = tmp_path / "working"
+    working.mkdir()
+    (working / "mine.py").write_text("from tests.python_tasks import Signs as Mine\n")
+    monkeypatch.chdir(working)
+    yield file
+    assert not mark.exists()
+
+
+def left_by(stranger: Path, **values: str) -> Path:
+    """Return a run's folder whose settings name this code."""
+    out = stranger.parent / "out"
+    out.mkdir()
+    tree = load(None, {"task": OWN_TASK, "rounds": 1, **values})
+    (out / "settings.toml").write_text(tree.to_toml())
+    return out
+
+
+def keys() -> list[str]:
+    return [
+        key
+        for key, setting in all_settings().items()
+        if "FILE.py" in f"{setting.value.units} {setting.meaning}" and key not in OF_DEVICES
+    ]
+
+
+def test_every_setting_that_names_code_is_looked_at() -> None:
+    chosen = load(None, dict.fromkeys(keys(), "a.py:A"))
+    assert [key for key, _ in named_code(chosen)] == keys()
+
+
+@pytest.mark.parametrize("key", keys())
+def test_a_resumed_run_s_folder_does_not_choose_code(evil: Path, key: str) -> None:
+    out = left_by(evil, **{key: f"{evil}:Evil"})
+    with pytest.raises(SettingsError, match=REFUSED) as found:
+        Training(load_run(None, {"out": out}, resume=True), run_id=0).check()
+    assert key in str(found.value)
+
+
+@pytest.mark.parametrize("place", ["{evil}", "../evil.py", "~/evil.py", "linked.py", "a.py,{evil}"])
+def test_no_way_of_writing_a_place_leads_beyond_the_working_folder(
+    evil: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(evil.parent))
+    Path("linked.py").symlink_to(evil)
+    out = left_by(evil, **{"feature.name": f"{place.format(evil=evil)}:Evil"})
+    with pytest.raises(SettingsError, match=REFUSED):
+        headwater.simulate(OWN_TASK, clients=2, out=out, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("key", keys())
+def test_a_submitted_file_does_not_choose_code(evil: Path, key: str) -> None:
+    (left_by(evil, **{key: f"{evil}:Evil"}) / "settings.toml").rename("next.toml")
+    for server in (Path.cwd(), evil.parent, None):
+        with pytest.raises(SettingsError, match=REFUSED):
+            read_submission(Path("next.toml"), server_folder=server)
+
+
+def test_a_server_elsewhere_gets_no_code_that_it_would_refuse(evil: Path, tmp_path: Path) -> None:
+    (left_by(evil) / "settings.toml").rename("next.toml")
+    (tmp_path / "server").mkdir()
+    with pytest.raises(SettingsError, match=REFUSED):
+        read_submission(Path("next.toml"), server_folder=tmp_path / "server")
+    assert read_submission(Path("next.toml"), server_folder=tmp_path).task == str(
+        f"{Path('mine.py').absolute()}:Mine"
+    )
+
+
+def test_code_that_the_caller_names_is_run_wherever_it_is(evil: Path) -> None:
+    other = evil.with_name("other.py")
+    other.write_text("from tests.python_tasks import Signs as Other\n")
+    out = left_by(evil, task=f"{other}:Other")
+    found = load_run(None, {"out": out, "task": f"{other}:Other"}, resume=True)
+    assert Settings.model_validate(found).task == f"{other}:Other"
+    config = evil.with_name("config.toml")
+    config.write_text(f'task = "{other}:Other"')
+    assert load_run(config, {"out": out}, resume=True).task == f"{other}:Other"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["server", "simulation"])
+def test_a_command_refuses_the_code_of_a_folder(evil: Path, command: str) -> None:
+    out = left_by(evil, task=f"{evil}:Evil")
+    with Processes(evil.parent / "processes") as processes:
+        prepare = partial(work_in, Path.cwd())
+        ended = processes.complete(command, "--resume", "--out", out, status=2, prepare=prepare)
+    assert REFUSED in " ".join(ended.stderr.split())
