@@ -33,10 +33,11 @@ from headwater.client.plan_features import (
     take_frozen,
 )
 from headwater.client.training.context import HardwareOf
-from headwater.common.errors import EmptyUpdate, HeadwaterError
+from headwater.common.errors import EmptyUpdate, HeadwaterError, TaskMismatch
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
 from headwater.common.stats import training_speed
+from headwater.common.task_spec import short_code
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
 def _describe(request: DeviceRequest) -> RecordDict:
     describe = records.read(request.message.content, DescribeRequest)
     check_algorithm(describe.algorithm, request.settings.algorithm, name=request.identity.name)
+    _check_task(request, describe.task)
     if describe.left_out is not None:
         log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
     if requires_masks(request):
@@ -91,6 +93,20 @@ def _describe(request: DeviceRequest) -> RecordDict:
         records.save_state(request.context, SPEED, measured)
     report = report.model_copy(update={"lacks_frozen": lacks_frozen(request, describe)})
     return records.content_of(_with_link(report, request.context))
+
+
+def _check_task(request: DeviceRequest, wanted: str | None) -> None:
+    """Check that the device has the task that all members of a masked run must have.
+
+    Raises:
+        TaskMismatch: it has another one, or another file of it.
+    """
+    own = request.trainer.task_code
+    if wanted not in (None, own):
+        raise TaskMismatch(
+            f"{request.identity.name}: the run's task is {short_code(wanted)}, this device has "
+            f"{short_code(own)}"
+        )
 
 
 def _train(request: DeviceRequest) -> RecordDict:

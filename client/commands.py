@@ -287,6 +287,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
+    from headwater.common.task_spec import short_code
     from headwater.common.wording import counted
 
     if requires_masks:
@@ -312,7 +313,10 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
         patience_seconds=math.inf if device.stay else device.patience_seconds,
     )
     examples = counted(len(trainer.examples(identity)), "example")
-    console.print(f"{identity.name}: {examples}, server {device.server}", soft_wrap=True)
+    task = short_code(trainer.task_code)
+    console.print(
+        f"{identity.name}: {examples}, task {task}, server {device.server}", soft_wrap=True
+    )
     with _metrics(settings, node.counters), _display(node.activity):
         yield connection
 

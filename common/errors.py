@@ -311,6 +311,12 @@ class FrozenPartMismatch(ModelMismatch):
 class AlgorithmMismatch(DeviceRefused):
     """The plan is for another client algorithm, or other arguments, than the device has."""
     remedy = "start server and clients with the same --client-algorithm and --algorithm-argument"
+class TaskMismatch(DeviceRefused):
+    """The device has another task than the run, or another file of it, and the run has masks."""
+    remedy = (
+        "install the same file of the task on the server and on all devices: under masks, all "
+        "members of a session train the same code"
+    )
 class FeatureMissing(DeviceRefused):
     """The run uses a feature that is not on this side."""
     remedy = (
@@ -469,7 +475,10 @@ class SessionMismatch(SessionRefused):
     """Other members were shown another model, roster or parameter set."""
 class PlanMismatch(SessionRefused):
     """The session's parameters are for plans that differ from the device's own."""
-    remedy = "the server must give all devices of a round one local rate, precision and algorithm"
+    remedy = (
+        "the server must give all devices of a round one local rate, precision and algorithm, and "
+        "all must have the same file of the task"
+    )
 class WeightTooLarge(SessionRefused):
     """Most of the session's sum would be the device's own update."""
     remedy = "plan more alike quotas, invite more devices, or raise secure.max_share on the device"

@@ -81,6 +81,8 @@ MAX_FAULTS = 1000
 AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
+TaskCode = Annotated[str, Field(pattern=r"^.{1,100} [0-9a-f]{64}$")]
+"""The name of a task's class and the digest of its code (``common.task_spec.code_of``)."""
 FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The digest of the model's frozen part (``common.model.frozen_part``)."""
 
@@ -321,6 +323,9 @@ class DescribeRequest(WireMessage):
     frozen: FrozenDigest | None = Field(
         None, description="the model's frozen part; None if it has none"
     )
+    task: TaskCode | None = Field(
+        None, description="in a masked run: the task, which all members must have"
+    )
 
 
 class DataShare(WireMessage):
@@ -360,6 +365,7 @@ class DeviceReport(WireMessage):
     lacks_frozen: bool = Field(
         False, description="the device has not the frozen part that the request names"
     )
+    task: TaskCode | None = Field(None, description="which task the device trains")
     is_aggregator: bool = Field(
         False, description="it trains nothing itself, and lists its own devices when asked"
     )

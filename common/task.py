@@ -92,7 +92,7 @@ def load_task(spec: str) -> Task:
     given = object_named(spec)
     if given is not None and not isinstance(given, type):
         return _checked(given, spec)
-    task_class = find_task_class(spec) if given is None else given
+    task_class = task_class_of(spec)
     if not any(hasattr(task_class, method) for method in METHODS):
         raise TaskError(f"the task {spec} has none of the methods {', '.join(METHODS)}")
     try:
@@ -100,6 +100,18 @@ def load_task(spec: str) -> Task:
     except Exception as error:
         raise TaskError(f"{spec} cannot be constructed: {described(error)}") from error
     return _checked(task, spec)
+
+
+def task_class_of(spec: str) -> type[Task]:
+    """Return the class of the task that a spec names, see ``load_task``.
+
+    Raises:
+        UnknownTask: see ``load_task``.
+    """
+    given = object_named(spec)
+    if given is None:
+        return find_task_class(spec)
+    return cast("type[Task]", given if isinstance(given, type) else type(given))
 
 
 def _checked(task: object, spec: str) -> Task:

@@ -1,4 +1,4 @@
-"""Finds the class that ``--task`` names.
+"""Finds the class that ``--task`` names, and says which code it is.
 
 ``FILE.py:Class`` names a class of a file, ``package.module:Class`` one of a module, in the working
 folder or installed. Without ``:Class`` it is the only task in there.
@@ -6,12 +6,14 @@ folder or installed. Without ``:Class`` it is the only task in there.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path, PureWindowsPath
 from types import ModuleType
 from typing import Any
@@ -24,10 +26,12 @@ from headwater.common.task_import import (
     module_of_file,
     module_of_name,
 )
+from headwater.common.user_code import is_users
 
 METHODS = ("new_model", "train_examples", "loss_sum")
 FORMS = "path/to/my_task.py:MyTask or package.module:MyTask"
 MAX_NAMES = 8
+MAX_NAME = 100
 
 
 def find_task_class(spec: str) -> type[Any]:
@@ -96,6 +100,36 @@ def is_below(spec: str, folder: Path) -> bool:
     if is_home or PureWindowsPath(place).drive or place.startswith(("\\\\", "//")):
         return False
     return (root / path).resolve().is_relative_to(root)
+
+
+@cache
+def code_of(kind: type[Any]) -> str:
+    """Return the name of a task's class and the SHA-256 of its code, in hexadecimal digits.
+
+    It is the same wherever the same file is installed, with any line ends. The code is the file of
+    the class and those of its bases, but not what these import. A base that is installed, and a
+    class of a notebook or of the script that Python runs, count by name alone.
+    """
+    digest = hashlib.sha256()
+    for file in dict.fromkeys(_file_of(one, kind) for one in kind.__mro__):
+        if file is not None:
+            text = file.read_bytes().replace(b"\r\n", b"\n")
+            digest.update(hashlib.sha256(text).digest())
+    return f"{kind.__name__[:MAX_NAME]} {digest.hexdigest()}"
+
+
+def short_code(code: str) -> str:
+    """Return a task's name and the beginning of its code's digest, for people."""
+    return code[: 12 - 64]
+
+
+def _file_of(one: type[Any], kind: type[Any]) -> Path | None:
+    """Return the file of a task's class, or of a base of it that is the user's own."""
+    found = getattr(sys.modules.get(one.__module__), "__file__", None)
+    if found is None or one.__module__ in ("__main__", "__mp_main__"):
+        return None
+    is_own = is_users(found) and not one.__module__.startswith("headwater.")
+    return Path(found) if (is_own or one is kind) and Path(found).is_file() else None
 
 
 def _is_path(place: str) -> bool:

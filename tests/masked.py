@@ -146,7 +146,12 @@ class NodeDevice:
     """A device as its uplink would run it, in a process of its own: with a state file."""
 
     def __init__(
-        self, part: int, folder: Path, *, task: str = f"./{TASK}", **settings: Any
+        self,
+        part: int,
+        folder: Path,
+        *,
+        task: str = f"./{TASK}",
+        **settings: Any,
     ) -> None:
         self.name = f"d{part}"
         self.path = folder / f"{self.name}-{RUN}.json"
@@ -360,6 +365,7 @@ def opening_of(
     *,
     mode: Any = "semi-honest",
     attempt: int = 1,
+    task: str | None = None,
     **more: Any,
 ) -> SessionSetup:
     """Return what the server chooses for a session of these devices."""
@@ -370,7 +376,7 @@ def opening_of(
             "number": SessionNumber(round_plan.round, attempt),
             "mode": mode,
             "model_digest": hashlib.sha256(model()).digest(),
-            "plan_digest": plan_digest(round_plan),
+            "plan_digest": plan_digest(round_plan, task or trainer().task_code),
             "num_values": image.layout.num_parameters,
             "planned_weights": {d.name: round_plan.weigh_as or round_plan.quota for d in devices},
             "clip": CLIP,

@@ -100,6 +100,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         metrics=metrics,
         precision=figures.precision,
         lacks_frozen=lacks_frozen,
+        task=trainer.task_code,
     )
     if (pace := reported_line(report)) is not None and not request.is_simulated:
         records.save_state(request.context, SPEED, pace)  # by which plans are checked

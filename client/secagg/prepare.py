@@ -156,7 +156,7 @@ def participant_of(
         run=run_id,
         round=plan.round,
         model_digest=model_digest,
-        plan_digest=plan_digest(plan),
+        plan_digest=plan_digest(plan, trainer.task_code),
         num_values=plan.num_sent(trainer.image.layout.num_parameters),
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
         update_id=update_id(model_digest, examples),

@@ -52,6 +52,7 @@ from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, tell_round
+from headwater.common.task_spec import code_of
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Trainer:
         """
         self._batch_norm, self._frozen_dtype = batch_norm, frozen_dtype
         self.task = load_task(task_spec)
+        self.task_code = code_of(type(self.task))
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
         self.local_parameters = local_parameters
@@ -286,6 +288,7 @@ class Trainer:
             seconds_per_example=speed.seconds_per_example if speed else None,
             fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
             precision=chosen,
+            task=self.task_code,
         )
 
     def _share(self, identity: Identity, request: DescribeRequest) -> DataShare | None:

@@ -2,9 +2,11 @@
 
 The sum hides an update only among others of its kind. With a local learning rate of 1e-30 for all
 devices but one, the sum is that one's update; with less noise from all but one, it shows that one's
-more clearly. The digest is one of the session's parameters: each device compares it with its own
-plan's, and a server that shows it otherwise to one device has another session there, in which no
-share opens (``common.secagg.session``).
+more clearly. With a task whose loss is zero for all but one it is that one's too: so each side adds
+the name and the code of the task that it has loaded (``common.task_spec.code_of``). The digest is
+one of the session's parameters: each device compares it with its own, and a server that shows it
+otherwise to one device has another session there, in which no share opens
+(``common.secagg.session``).
 
 Every feature's terms are in it, by name, with all that they do not leave out
 (``Terms.shared_text``). Not in it is what may differ between devices (``OF_EACH``): the quota,
@@ -34,11 +36,12 @@ OF_EACH = {
 """The fields of a plan that members need not have in common, and why none of them starves one."""
 
 
-def plan_digest(plan: Plan) -> bytes:
-    """Return SHA-256 over what a round's plans have in common, 32 bytes."""
+def plan_digest(plan: Plan, task: str) -> bytes:
+    """Return SHA-256 over the task and what a round's plans have in common, 32 bytes."""
     return hashlib.sha256(
         framed(
             "headwater plan",
+            task,
             plan.round,
             plan.run_seed,
             plan.model_version,

@@ -166,7 +166,9 @@ class RunControl(Observer):
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._is_in_round = True
         for report in reports.values():
-            self._device_records.get(report.name).note_vitals(report.vitals)
+            record = self._device_records.get(report.name)
+            record.note_vitals(report.vitals)
+            record.task = report.task
         if not self._has_begun:
             self._has_begun = True
             rows = [round_columns(row) for row in read_rows(self._folder)]

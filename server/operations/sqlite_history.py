@@ -74,6 +74,7 @@ MIGRATIONS = (
     CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     """,
     "ALTER TABLE rounds ADD COLUMN num_outliers INTEGER NOT NULL DEFAULT 0;",
+    "ALTER TABLE devices ADD COLUMN task TEXT;",
 )
 VERSION = len(MIGRATIONS)
 

@@ -27,6 +27,7 @@ from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
+from headwater.common.task_spec import code_of
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
@@ -184,6 +185,7 @@ class MaskedRounds(RunFeature):
                 {name: opened.ready[name] for name in names},
                 plans,
                 max_weight_per_example=self._run.max_weight_per_example,
+                task=code_of(type(self._run.task)),
                 metrics=opened.metrics,
                 num_values=self._image.layout.num_parameters,
             )

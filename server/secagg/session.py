@@ -65,12 +65,13 @@ class ReadyCohort:
         plans: Mapping[str, Plan],
         *,
         max_weight_per_example: int,
+        task: str,
         metrics: tuple[str, ...],
         num_values: int = 0,
     ) -> ReadyCohort:
         """Take the clients that are ready; ``metrics`` are the names that a session masks.
 
-        ``num_values`` is the number of the model's parameters.
+        ``task`` is the code of the run's task, ``num_values`` the number of the model's parameters.
         """
         shared = next(iter(plans.values()))
         return ReadyCohort(
@@ -81,7 +82,7 @@ class ReadyCohort:
             },
             metrics=metrics,
             max_examples=max((plans[name].max_examples for name in ready), default=1),
-            plan_digest=plan_digest(shared),
+            plan_digest=plan_digest(shared, task),
             privacy=shared.of(PrivacyTerms),
             coding=None if shared.of(CompressionTerms) is None else coding_of(shared),
             sums=shared.extra_sums(num_values).of,

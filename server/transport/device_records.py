@@ -62,6 +62,8 @@ class DeviceRecord:
     refused_at: float | None = None
     refusal_code: str | None = None
     refusal_text: str | None = None
+    task: str | None = None
+    """The name and the code of the task that it trains, as it says."""
 
     def note_plan(self, plan: Plan) -> None:
         """Record the device's plan."""

@@ -185,7 +185,7 @@ _MEMBER = {"name": NAME, "mask_key": _KEY, "sharing_key": _KEY, "planned_weight"
 _SESSION = {"run": 7, "round": 3, "attempt": 1, "mode": "active"}
 _PARAMETERS = {
     **_SESSION,
-    "plan": base64.b64encode(plan_digest(_PLAN)).decode(),
+    "plan": base64.b64encode(plan_digest(_PLAN, "")).decode(),
     "threshold": 2,
     "num_values": 70,
     "encoding": {"ring_bits": 32, "scale_bits": 12, "clip": 16.0, "max_weight": 192},

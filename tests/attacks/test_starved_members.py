@@ -39,11 +39,11 @@ COMMON: dict[str, Any] = {
 def test_every_field_of_a_plan_is_common_to_all_members_or_starves_none() -> None:
     assert set(Plan.model_fields) == {*COMMON, *OF_EACH, "terms"}
     for field, value in COMMON.items():
-        assert plan_digest(plan(**{field: value})) != plan_digest(plan()), field
+        assert plan_digest(plan(**{field: value}), "") != plan_digest(plan(), ""), field
     for field in OF_EACH.keys() - {"weigh_as"}:
         other: Any = {"frozen": "0" * 64, "reason": "another"}.get(field, 1)
         changes: dict[str, Any] = {field: other}
-        assert plan_digest(plan(**changes)) == plan_digest(plan()), field
+        assert plan_digest(plan(**changes), "") == plan_digest(plan(), ""), field
 
 
 PACE = Line(base=0.5, each=0.25)

@@ -85,13 +85,15 @@ def test_the_members_of_a_session_agree_on_each_field_but_those_that_are_said(
     without = without or ("bit_multiplier" if name == "privacy" else "")
     one = first_values(name, without)
     other = {**one, field: VALUES[name][field][1]}
-    differ = plan_digest(plan(**{name: one})) != plan_digest(plan(**{name: other}))
+    differ = plan_digest(plan(**{name: one}), "") != plan_digest(plan(**{name: other}), "")
     assert differ == ((name, field) not in MAY_DIFFER)
 
 
 def test_a_session_agrees_on_which_features_act() -> None:
-    digests = {plan_digest(plan(**{name: first_values(name, "bit_multiplier")})) for name in VALUES}
-    assert len(digests | {plan_digest(plan())}) == len(VALUES) + 1
+    digests = {
+        plan_digest(plan(**{name: first_values(name, "bit_multiplier")}), "") for name in VALUES
+    }
+    assert len(digests | {plan_digest(plan(), "")}) == len(VALUES) + 1
 
 
 def test_a_feature_that_is_not_here_is_refused_by_its_name() -> None:

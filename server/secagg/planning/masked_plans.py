@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.secagg.terms import MaskingTerms
+from headwater.common.task import task_class_of
+from headwater.common.task_spec import code_of
 from headwater.common.wording import counted
 from headwater.server.planning.features import DraftPlan, PlanningFeature, Weights
 from headwater.server.planning.planner import Assignment
@@ -24,8 +27,16 @@ class MaskedPlans(PlanningFeature):
     """Whether the log says that masked quotas are cut."""
 
     def describe(self, request: DescribeRequest) -> DescribeRequest:
-        """Ask for the speed, also where K is set: when a plan is answered follows from it."""
-        return request.model_copy(update={"wants_speed": True})
+        """Ask for the speed, also where K is set: when a plan is answered follows from it.
+
+        A device with another task than the run's refuses.
+        """
+        return request.model_copy(update={"wants_speed": True, "task": self._task})
+
+    @cached_property
+    def _task(self) -> str | None:
+        spec = self.settings.task
+        return None if spec is None else code_of(task_class_of(spec))
 
     def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
         return _common_metrics(reports)

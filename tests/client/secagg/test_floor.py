@@ -23,7 +23,6 @@ from tests.masked import (
     KEYS,
     TASK,
     AppDevice,
-    Device,
     NodeDevice,
     ask,
     model,
@@ -115,25 +114,33 @@ def test_a_device_without_an_identity_takes_no_part_in_active_sessions(tmp_path:
 
 
 BAD_TASK = """
-import torch
 from tests.tasks import NAN_LOSS, TwoLayers, examples
+
+class Faulty(TwoLayers):
+    '''Is faulty on the device of part 0.'''
+
+    def train_examples(self, *, data, part, num_parts):
+        self.is_faulty = part == 0
+        return super().train_examples(data=data, part=part, num_parts=num_parts)
+
+    def loss_sum(self, model, batch):
+        loss, weight = super().loss_sum(model, batch)
+        return self.faulty(model, loss, weight) if self.is_faulty else (loss, weight)
 
 class AllBad(TwoLayers):
     def train_examples(self, *, data, part, num_parts):
-        return examples(8, kinds=[NAN_LOSS] * 8)
+        return examples(8 if part == 0 else 24, kinds=[NAN_LOSS] * 8 if part == 0 else [])
 
-class Heavy(TwoLayers):
-    def loss_sum(self, model, batch):
-        loss, weight = super().loss_sum(model, batch)
+class Heavy(Faulty):
+    def faulty(self, model, loss, weight):
         return loss, 977 * weight
 
-class Steep(TwoLayers):
-    def loss_sum(self, model, batch):
-        loss, weight = super().loss_sum(model, batch)
+class Steep(Faulty):
+    def faulty(self, model, loss, weight):
         return loss + (model[1].bias.sum() - model[1].bias.sum().detach()) * 1e38, weight
 
-class Raising(TwoLayers):
-    def loss_sum(self, model, batch):
+class Raising(Faulty):
+    def faulty(self, model, loss, weight):
         raise ValueError("a value that must stay on the device")
 """
 
@@ -142,19 +149,25 @@ class Raising(TwoLayers):
 def test_a_faulty_update_is_answered_as_any_other_and_adds_nothing(
     task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "bad_masked.py").write_text(BAD_TASK)
-    faulty = NodeDevice(0, tmp_path, task=f"{tmp_path}/bad_masked.py:{task}", secure=DECLARED)
-    image = bytes(faulty.node.trainer.image.buffer())
+    cohort = []
+    for part in range(4):
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        (folder / "bad_masked.py").write_text(BAD_TASK)
+        spec = f"{folder}/bad_masked.py:{task}"
+        cohort.append(NodeDevice(part, folder, task=spec, secure=DECLARED))
+    trainer = cohort[0].node.trainer
+    image = bytes(trainer.image.buffer())
     weight = 24 if task == "Steep" else 8
     more = {"weigh_as": 24} if task == "Steep" else {}
     round_plan = plan(answer_seconds=0.5, **more)
-    cohort: list[Device] = [faulty, *(AppDevice(part, secure=DECLARED) for part in (1, 2, 3))]
     heads = [json.loads(train(device, round_plan, image).head) for device in cohort]
     assert {tuple(sorted(head.keys() - {"seconds"})) for head in heads} == {
         ("name", "round", "vitals")
     }
     assert "a value that must" not in json.dumps(heads)
-    setup = opening_of(cohort, round_plan, model_digest=hashlib.sha256(image).digest())
+    digest = hashlib.sha256(image).digest()
+    setup = opening_of(cohort, round_plan, model_digest=digest, task=trainer.task_code)
     played = play(cohort, setup)
     assert not played.refused
     assert any("weight 0" in record.getMessage() for record in caplog.records)

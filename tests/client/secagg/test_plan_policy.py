@@ -75,8 +75,8 @@ def test_a_device_masks_random_coordinates_under_the_plan_s_digest() -> None:
     check_plan(plan(compression=terms), SecureSettings(), name="0", told_examples=None)
     others = [None, terms.model_copy(update={"fraction": 0.06})]
     others += [terms.model_copy(update={"feedback": False})]
-    digests = {plan_digest(plan(compression=one)) for one in (terms, *others)}
-    digests.add(plan_digest(plan(compression=terms, run_seed=plan().run_seed + 1)))
+    digests = {plan_digest(plan(compression=one), "") for one in (terms, *others)}
+    digests.add(plan_digest(plan(compression=terms, run_seed=plan().run_seed + 1), ""))
     assert len(digests) == 5
 
 

@@ -31,14 +31,14 @@ TERMS = {
 @pytest.mark.parametrize("field", TERMS)
 def test_plans_with_other_noise_have_other_digests(field: str) -> None:
     other = {**TERMS, field: TERMS[field] / 2}
-    one = plan_digest(plan_of(**{**FIELDS, "privacy": TERMS}))
-    assert one != plan_digest(plan_of(**{**FIELDS, "privacy": other}))
+    one = plan_digest(plan_of(**{**FIELDS, "privacy": TERMS}), "")
+    assert one != plan_digest(plan_of(**{**FIELDS, "privacy": other}), "")
 
 
 def test_plans_for_another_unit_of_privacy_have_other_digests() -> None:
     other = {key: value for key, value in TERMS.items() if key != "example_bound"}
-    one = plan_digest(plan_of(**{**FIELDS, "privacy": TERMS}))
-    assert one != plan_digest(plan_of(**{**FIELDS, "privacy": other}))
+    one = plan_digest(plan_of(**{**FIELDS, "privacy": TERMS}), "")
+    assert one != plan_digest(plan_of(**{**FIELDS, "privacy": other}), "")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_plans_for_another_unit_of_privacy_have_other_digests() -> None:
     ids=str,
 )
 def test_plans_that_differ_in_a_common_field_have_other_digests(change: dict[str, Any]) -> None:
-    assert plan_digest(plan_of(**FIELDS)) != plan_digest(plan_of(**FIELDS | change))
+    assert plan_digest(plan_of(**FIELDS), "") != plan_digest(plan_of(**FIELDS | change), "")
 
 
 def test_plans_of_unlike_devices_have_the_same_digest() -> None:
@@ -77,6 +77,6 @@ def test_plans_of_unlike_devices_have_the_same_digest() -> None:
         "share": 0.5,
         "reason": "another",
     }
-    assert plan_digest(plan_of(**FIELDS)) == plan_digest(plan_of(**FIELDS | other))
+    assert plan_digest(plan_of(**FIELDS), "") == plan_digest(plan_of(**FIELDS | other), "")
     first, second = (plan_of(**FIELDS, weigh_as=weight) for weight in (3, 7))
-    assert plan_digest(first) == plan_digest(second)
+    assert plan_digest(first, "") == plan_digest(second, "")

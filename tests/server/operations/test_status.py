@@ -106,6 +106,20 @@ def test_status_names_the_devices_that_a_round_has_awaited_for_a_minute(
     assert ("it has waited 1 min for nas" in text) == is_told
 
 
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_status_says_if_devices_train_different_code(other: str, folder: Path) -> None:
+    history = History(folder)
+    history.write_devices(
+        DeviceRecord(name=name, last_seen=0.0, is_connected=True, task=f"Signs {digit * 64}")
+        for name, digit in (("one", "a"), ("two", other))
+    )
+    history.close()
+    _, text = run("status", "--out", folder)
+    told = "its devices train different code: Signs aaaaaaaaaaaa, Signs bbbbbbbbbbbb"
+    assert (told in text) == (other == "b")
+
+
 def test_status_lists_devices_in_natural_order(folder: Path) -> None:
     history = History(folder)
     history.write_devices(DeviceRecord(name=name, last_seen=0.0) for name in ("pi10", "pi2"))

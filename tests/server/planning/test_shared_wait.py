@@ -153,7 +153,8 @@ def test_a_client_that_hardly_has_a_share_is_named_once_with_what_to_set(
 
 
 def test_a_masked_client_with_a_small_share_measures_again_after_rounds_2_4_and_8() -> None:
-    settings = load(None, {"task": "none", "secure.aggregation": "semi-honest"})
+    task = "tests/tasks.py:TwoLayers"
+    settings = load(None, {"task": task, "secure.aggregation": "semi-honest"})
     layout = build_model(TwoLayers(), seed=0).layout
     planner = RoundPlanner(
         settings,
