@@ -293,6 +293,10 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     if requires_masks:
         from headwater.client.masked_rounds.masked_description import learn_metrics
     trainer.examples(identity)
+    if settings.privacy.budget is not None:
+        from headwater.client.privacy.budget_data import check_start
+
+        check_start(trainer, identity, device.state_folder, settings.privacy)
     certificate, limits = None, None
     if credentials is not None:
         from headwater.client.enrolment.renewal import Renewal

@@ -379,6 +379,10 @@ class PrivacyBudgetSpent(DeviceRefused):
     """One more update would spend more privacy than the device's owner allows."""
     is_private = True  # the message says what the device has spent, also with other servers
     remedy = "the device takes part no longer; its owner may allow more with --privacy-budget"
+class PrivacyBudgetElsewhere(DeviceRefused):
+    """The privacy of the device's data was spent under another name, in the same state folder."""
+    is_private = True
+    remedy = "start the device under the name that has spent"
 
 # Device away: the owner's settings keep the device away for a while. ----------------------------
 

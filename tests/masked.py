@@ -151,14 +151,16 @@ class NodeDevice:
         folder: Path,
         *,
         task: str = f"./{TASK}",
+        name: str | None = None,
+        data: Path | None = None,
         **settings: Any,
     ) -> None:
-        self.name = f"d{part}"
+        self.name = name or f"d{part}"
         self.path = folder / f"{self.name}-{RUN}.json"
         self.node = Node(
             app,
             trainer(task),
-            Identity(name=self.name, data=None, part=part, num_parts=8),
+            Identity(name=self.name, data=data, part=part, num_parts=8),
             settings_of(task=task, **settings),
             folder,
         )

@@ -61,7 +61,8 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
         for name, stricter in FLOORS.items()
     }
     secure = run.model_copy(update={**floors, **{name: getattr(owners, name) for name in OWN}})
-    privacy = settings.privacy
+    is_new = node_config.get("new-privacy-budget") is True
+    privacy = settings.privacy.model_copy(update={"new_budget": is_new})
     if (budget := node_config.get("privacy-budget")) is not None:
         found = _checked_budget(budget, node_config)
         budgets = [one for one in (found.budget, privacy.budget) if one is not None]

@@ -5,9 +5,11 @@ Every private update costs rho = 1 / (2 z^2), where z is the plan's noise multip
 (``client.privacy.example_spending``). The file has the sums for both. They are on disk before the
 update leaves the device, so that no crash forgets it. They count all runs of a device of this name
 in its state folder, on whatever data and with whatever task: that can only be more than was spent
-on one data set. A session that is aborted after this device has masked counts as well, at the least
-noise that the device accepts: it cannot know what was opened. A request to help to open the sum
-shows how many survived.
+on one data set. No other name has a budget for the same data (``client.privacy.budget_data``). The
+lock file beside it stays, and tells that it was there: a device whose file is lost asks its owner.
+A session that is aborted after this device has masked counts as well, at the least noise that the
+device accepts: it cannot know what was opened. A request to help to open the sum shows how many
+survived.
 
 What it cannot know: in a plain round, whether the server adds the noise. A device that does not
 trust the server sets ``--secure-aggregation`` too, and then takes part under masks alone.
@@ -16,9 +18,10 @@ trust the server sets ``--secure-aggregation`` too, and then takes part under ma
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
@@ -42,12 +45,18 @@ from headwater.common.settings.schema import PrivacySettings
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 from headwater.common.system.file_lock import try_lock
 
+log = logging.getLogger(__name__)
+
+SUFFIX = ".privacy.json"
+MAX_DATA = 256
+"""The most descriptions of data that a file lists: data that grow have another at each start."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
     """What a device has spent: rho, in so many updates; and the last one's id and rho.
 
-    ``examples`` is what single examples have spent.
+    ``examples`` is what single examples have spent; ``data`` names the data of the updates.
     """
 
     rho: float = 0.0
@@ -55,10 +64,16 @@ class Spent:
     last_update: str | None = None
     last_rho: float = 0.0
     examples: ExampleSpent = field(default_factory=ExampleSpent)
+    data: tuple[str, ...] = ()
 
     def of_unit(self, unit: PrivacyUnit) -> float:
         """Return what a unit has spent, as zCDP."""
         return self.rho if unit == "device" else self.examples.cost.rho
+
+    def on(self, data: Collection[str]) -> Spent:
+        """Return the same, spent on these data too."""
+        found = (*(one for one in self.data if one not in data), *data)
+        return replace(self, data=found[-MAX_DATA:])
 
     def after(self, update: UpdateCost, *, update_id: str | None) -> Spent:
         """Return what is spent after an update; after the last one again, at the larger cost."""
@@ -70,6 +85,7 @@ class Spent:
                 last_update=update_id,
                 last_rho=rho,
                 examples=self.examples.after(update),
+                data=self.data,
             )
         return self if rho <= self.last_rho else self.corrected(update)
 
@@ -86,18 +102,28 @@ class Spent:
 class SpentFile:
     """A device's file of what it has spent."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, may_begin_anew: bool = False) -> None:
+        """``may_begin_anew`` is the owner's word that nothing was spent if the file is lost."""
         self.path = path
+        self._lock = path.with_name(path.name + ".lock")
+        self._may_begin_anew = may_begin_anew
+
+    @staticmethod
+    def of(folder: Path, name: str, chosen: PrivacySettings) -> SpentFile:
+        """Return the file of a device in its state folder."""
+        return SpentFile(folder / f"{name}{SUFFIX}", may_begin_anew=chosen.new_budget)
 
     def read(self) -> Spent:
-        """Return what was spent; nothing if there is no file.
+        """Return what was spent; nothing if there never was a file.
 
         Raises:
-            StateError: the file cannot be read.
+            StateError: the file cannot be read, or it is lost.
         """
         try:
             spent = _read(json_of(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
+            if self._lock.exists():
+                self._note_lost()
             return Spent()
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise StateError(
@@ -106,8 +132,22 @@ class SpentFile:
             ) from error
         return spent
 
+    def _note_lost(self) -> None:
+        if not self._may_begin_anew:
+            raise StateError(
+                f"the file of spent privacy {self.path} is lost: its lock file is there",
+                remedy="restore it from a backup; or say, as the owner, that nothing was spent on "
+                "these data: --new-privacy-budget",
+            )
+        log.warning("%s is lost, and its owner says that nothing was spent", self.path)
+
     def spend(
-        self, update: UpdateCost, chosen: PrivacySettings, *, update_id: str | None = None
+        self,
+        update: UpdateCost,
+        chosen: PrivacySettings,
+        *,
+        update_id: str | None = None,
+        data: Collection[str] = (),
     ) -> Spent:
         """Add an update's cost and return the sums; the last update again costs what is more now.
 
@@ -120,7 +160,7 @@ class SpentFile:
         """
         with self._locked():
             spent = self.read()
-            after = spent.after(update, update_id=update_id)
+            after = spent.after(update, update_id=update_id).on(data)
             if after == spent:
                 return spent
             check_limit(after, chosen)
@@ -153,8 +193,8 @@ class SpentFile:
     def _locked(self) -> Iterator[None]:
         try:
             make_private_folder(self.path.parent)
-            lock = self.path.with_name(self.path.name + ".lock")
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
+            is_first = not self._lock.exists() and not self.path.exists()
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
         except OSError as error:
             raise StateError(f"cannot lock {self.path}: {error.strerror}") from error
         try:
@@ -163,6 +203,8 @@ class SpentFile:
                     f"another process uses {self.path}",
                     remedy="give each device a --name of its own, or a --state folder",
                 )
+            if is_first:
+                self._write(Spent())
             yield
         finally:
             os.close(descriptor)
@@ -172,7 +214,7 @@ def _read(plain: Any) -> Spent:
     if not isinstance(plain, dict) or "rho" not in plain:  # nothing spent is said, not left out
         raise ValueError("it does not say what is spent (rho)")
     examples = plain.pop("examples", None)
-    spent = Spent(**plain)
+    spent = Spent(**{**plain, "data": tuple(map(str, plain.get("data", ())))})
     if examples is None:  # a file of an earlier version has rounds with noise for devices alone
         cost = EpochCost(rho=OF_A_DEVICE_S_ROUND * spent.rho)
         spent = replace(spent, examples=ExampleSpent(cost=cost, before=cost))
@@ -245,4 +287,4 @@ def spent_of(request: DeviceRequest) -> SpentFile | None:
     """Return the file of what a device has spent; None for a simulated one, which keeps none."""
     if request.is_simulated:
         return None
-    return SpentFile(request.state_folder / f"{request.identity.name}.privacy.json")
+    return SpentFile.of(request.state_folder, request.identity.name, request.settings.privacy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.plan_features import PlanFeature, own_order_seed
 from headwater.client.privacy.budget import check_budget, check_test, spent_of
+from headwater.client.privacy.budget_data import check_start
 from headwater.client.privacy.example_unit import check_example_unit
 from headwater.client.privacy.private_rounds import planned_window, spend
 from headwater.client.training.sampler import SamplerState
@@ -23,6 +24,7 @@ class PrivatePlans(PlanFeature):
             window = planned_window(request, plan, own_order_seed(request, plan))
         chosen = request.settings.privacy
         check_budget(plan, chosen, name=name, spent=spent_of(request), window=window)
+        check_start(request.trainer, request.identity, request.state_folder, chosen)
 
     def sent(self, request: DeviceRequest, plan: Plan, sampler: SamplerState) -> None:
         if (terms := plan.of(PrivacyTerms)) is not None:

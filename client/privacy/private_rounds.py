@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.privacy.budget import spent_of
+from headwater.client.privacy.budget_data import data_of
 from headwater.client.privacy.example_spending import EpochPlace, UpdateCost, UsedWindow
 from headwater.client.secagg.noise_share import opened_rho
 from headwater.client.secagg.session import SecureSession
@@ -39,7 +40,11 @@ def spend(
     chosen, spent = request.settings.privacy, spent_of(request)
     if spent is not None:
         window = _window(request, sampler)
-        spent.spend(UpdateCost.of(terms, terms.rho, window), chosen, update_id=update_id)
+        cost, data = (
+            UpdateCost.of(terms, terms.rho, window),
+            data_of(request.trainer, request.identity),
+        )
+        spent.spend(cost, chosen, update_id=update_id, data=data)
 
 
 def planned_window(request: DeviceRequest, plan: Plan, order_seed: int | None) -> UsedWindow | None:

@@ -299,6 +299,13 @@ class PrivacySettings(Branch):
         "--privacy-budget",
         on=DEVICE,
     )
+    new_budget: bool = setting(
+        False,
+        "the owner's word that nothing was spent on this device's data, where the file that says "
+        "so is lost; without it the device does not start",
+        "--new-privacy-budget/--no-new-privacy-budget",
+        on=DEVICE,
+    )
 
     @field_validator("clip_quantile")
     @classmethod

@@ -17,6 +17,7 @@ from headwater.common.errors import (
     ExamplesForgotten,
     HeadwaterError,
     OversizeUpdate,
+    PrivacyBudgetElsewhere,
     PrivacyBudgetSpent,
     PrivacyRequired,
 )
@@ -26,6 +27,7 @@ MAX_DOUBLINGS = 16
 MAX_REASON_CHARACTERS = 200  # limit of ``DescribeRequest.left_out``
 OWNERS_REASONS: dict[type[HeadwaterError], str] = {
     PrivacyBudgetSpent: "its owner allows no further update",
+    PrivacyBudgetElsewhere: "its data are another name's, which has spent their privacy",
     PrivacyRequired: "its owner allows rounds with noise alone",
     ExamplesForgotten: "it lost the state that says which examples it has used",
 }

@@ -63,7 +63,16 @@ def test_texts_are_read_in_one_place() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{}", '{"rho": -1}', '{"rho": 1, "num_updates": -3}', "[]", DEEP_JSON, '{"rho": NaN}', "3"],
+    [
+        "{}",
+        '{"rho": -1}',
+        '{"rho": 1, "data": 3}',
+        '{"rho": 1, "num_updates": -3}',
+        "[]",
+        DEEP_JSON,
+        '{"rho": NaN}',
+        "3",
+    ],
     ids=lambda text: text[:24],
 )
 def test_a_file_of_spent_privacy_says_what_is_spent(text: str, tmp_path: Path) -> None:
