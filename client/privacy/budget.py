@@ -125,7 +125,7 @@ class SpentFile:
             if self._lock.exists():
                 self._note_lost()
             return Spent()
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise StateError(
                 f"the file of spent privacy {self.path} cannot be read: {error}",
                 remedy="restore it from a backup; without it the device forgets what it has spent",
@@ -220,8 +220,9 @@ def _read(plain: Any) -> Spent:
         spent = replace(spent, examples=ExampleSpent(cost=cost, before=cost))
     else:
         spent = replace(spent, examples=ExampleSpent.of(examples))
-    counted = (spent.num_updates, spent.last_rho, *astuple(spent.examples.cost))
-    for number in (spent.rho, *counted):
+    found = spent.examples
+    counted = (spent.num_updates, spent.last_rho, found.begins)
+    for number in (spent.rho, *counted, *astuple(found.cost), *astuple(found.before)):
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"{number} is nothing that was spent")
     return spent

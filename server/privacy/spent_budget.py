@@ -7,6 +7,7 @@ undid, which the checkpoint does not have: they were opened, and perhaps seen.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,11 @@ def read_events(folder: Path | None, *, num_rounds: int = 0) -> list[tuple[float
     try:
         rows = json_of(path.read_text(encoding="utf-8"))["sums"]
         events = [(float(row["noise_multiplier"]), int(row["count"])) for row in rows]
-        if not all(multiplier > 0 and count > 0 for multiplier, count in events):
-            raise ValueError("an entry is not positive")
+        if not all(0 < multiplier < math.inf and count > 0 for multiplier, count in events):
+            raise ValueError("an entry is not positive, or infinite")
         if (found := sum(count for _, count in events)) < num_rounds:
             raise ValueError(f"{counted(found, 'sum')}, and the run has {num_rounds} rounds")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise _corrupt(path, str(error)) from error
     return events
 

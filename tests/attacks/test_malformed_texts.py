@@ -11,13 +11,15 @@ import pytest
 
 from headwater.client.privacy.budget import SpentFile
 from headwater.client.secagg.masked_history import from_ranges, history_in
-from headwater.common.errors import SettingsError, StateError
+from headwater.common.errors import CheckpointCorrupt, SettingsError, StateError
 from headwater.common.parsed_text import MAX_DEPTH, json_of, toml_of
 from headwater.common.settings.sources import load
+from headwater.server.privacy.spent_budget import read_events
 from tests.laws.test_structure import sources
 
 DEEP_JSON = "[" * 100_000 + "]" * 100_000
 LONG_NUMBER = "9" * 100_000
+FAR = "1" + "0" * 400  # more than a float holds
 TOMLS = {
     "lists": "task = " + "[" * 50_000 + "]" * 50_000,
     "tables": "seed = " + "{a=" * 20_000 + "1" + "}" * 20_000,
@@ -71,6 +73,10 @@ def test_texts_are_read_in_one_place() -> None:
         "[]",
         DEEP_JSON,
         '{"rho": NaN}',
+        f'{{"rho": {FAR}}}',
+        f'{{"rho": 1, "num_updates": {FAR}}}',
+        '{"rho": 0, "examples": {"cost": {}, "before": {}, "place": null, "continues": 1, '
+        '"begins": -5}}',
         "3",
     ],
     ids=lambda text: text[:24],
@@ -82,7 +88,28 @@ def test_a_file_of_spent_privacy_says_what_is_spent(text: str, tmp_path: Path) -
         SpentFile(tmp_path / "spent.json").read()
 
 
-@pytest.mark.parametrize("ends", [[0, 10**9], [0, 2**24], [-5, 3]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        "null",
+        DEEP_JSON,
+        '{"sums": [{"noise_multiplier": -1, "count": 3}]}',
+        '{"sums": [{"noise_multiplier": Infinity, "count": 3}]}',
+        '{"sums": [{"noise_multiplier": 1, "count": Infinity}]}',
+        f'{{"sums": [{{"noise_multiplier": {FAR}, "count": 3}}]}}',
+    ],
+    ids=lambda text: text[:48],
+)
+def test_a_run_s_file_of_its_sums_says_what_was_opened(text: str, tmp_path: Path) -> None:
+    """Noise without end would cost nothing."""
+    (tmp_path / "privacy.json").write_text(text)
+    with pytest.raises(CheckpointCorrupt, match="what the run has spent"):
+        read_events(tmp_path, num_rounds=1)
+
+
+@pytest.mark.parametrize("ends", [[0, 10**9], [0, 10**400], [0, 2**24], [-5, 3]])
 def test_a_range_of_a_history_takes_no_more_memory_than_a_device_s_examples(
     ends: list[int], tmp_path: Path
 ) -> None:
