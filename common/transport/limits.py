@@ -34,7 +34,6 @@ GRPC_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # No compression: a compressed frame of a megabyte could expand to a gigabyte of zeros.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -46,8 +45,8 @@ GRPC_OPTIONS = (
 CHANNEL_OPTIONS = (*GRPC_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 # A device that could go on with a standby looks sooner whether its server still answers: after 8 s
-# of silence, for 7 s. The server allows a ping in 5 s. gRPC also pings to measure the link, and
-# sends no other ping until that one is answered.
+# of silence, for 7 s. gRPC also pings to measure the link, and sends no other ping until that one
+# is answered.
 STANDBY_OPTIONS = {
     "grpc.keepalive_time_ms": 8_000,
     "grpc.keepalive_timeout_ms": 7_000,

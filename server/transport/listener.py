@@ -94,6 +94,10 @@ def grpc_options() -> list[tuple[str, int]]:
         # server sends is not limited: each device probes its own link.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_allowed_incoming_connections", max_connections()),
+        # A strike for a frequent ping ends a connection only when its answers have been read, and
+        # until then each further one copies all strikes before it. Without them gRPC reads a
+        # connection no further while its answers are unread.
+        ("grpc.http2.max_ping_strikes", 0),
     ]
 
 

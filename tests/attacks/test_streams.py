@@ -1,13 +1,16 @@
-"""The limit on streams per connection, tested with raw HTTP/2 frames.
+"""Limits of streams and pings per connection, tested with raw HTTP/2 frames.
 
-A gRPC client respects the server's limit and queues its next stream, so the frames are written by
-hand (RFC 9113; header fields by RFC 7541, as literals).
+A gRPC client respects the server's limits, so the frames are written by hand (RFC 9113; header
+fields by RFC 7541, as literals).
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import time
+
+import pytest
 
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.server.transport.listener import MAX_STREAMS
@@ -15,7 +18,7 @@ from tests.attacks.raw import WAIT_SECONDS, serving
 from tests.attacks.socket_bytes import is_served
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
+HEADERS, RST_STREAM, SETTINGS, PING = 1, 3, 4, 6
 ACKNOWLEDGED, END_HEADERS = 1, 4
 MAX_CONCURRENT_STREAMS = 3
 # :method POST and :scheme http are fields 3 and 6 of the static table.
@@ -73,5 +76,52 @@ def test_a_connection_is_limited_to_its_announced_number_of_streams() -> None:
                 assert await is_served(run.port)
             finally:
                 writer.close()
+
+    asyncio.run(play())
+
+
+NUM_PINGS = 4000
+PINGS = frame(PING, payload=bytes(8)) * NUM_PINGS
+
+
+def test_pings_that_come_at_once_are_answered_and_end_no_connection() -> None:
+    """gRPC would strike each ping, and copy the earlier strikes for it: see ``grpc_options``."""
+
+    async def play() -> None:
+        async with serving() as run:
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            writer.write(PREFACE + frame(SETTINGS) + frame(SETTINGS, flags=ACKNOWLEDGED) + PINGS)
+            for _ in range(NUM_PINGS):
+                await next_of(reader, PING)
+            writer.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_pings_whose_answers_nobody_reads_keep_no_server_busy() -> None:
+    """Four such connections took rounds from 22 to 2 a second, until their keepalive ended."""
+
+    async def flood(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(PREFACE + frame(SETTINGS) + frame(SETTINGS, flags=ACKNOWLEDGED))
+        try:
+            while True:
+                writer.write(PINGS)
+                await writer.drain()
+        finally:
+            writer.transport.abort()
+
+    async def play() -> None:
+        async with serving() as run:
+            floods = [asyncio.create_task(flood(run.port)) for _ in range(4)]
+            await asyncio.sleep(5)  # until the buffers are full
+            before = time.process_time()
+            await asyncio.sleep(2)
+            assert time.process_time() - before < 1, "the server still reads pings"
+            assert await is_served(run.port)
+            for one in floods:
+                one.cancel()
+            await asyncio.gather(*floods, return_exceptions=True)
 
     asyncio.run(play())
