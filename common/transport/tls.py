@@ -135,6 +135,11 @@ def split_addresses(text: str) -> tuple[str, ...]:
     return addresses
 
 
+def host_in(header: str) -> str:
+    """Return the host in a request's Host, without its port; an IPv6 address has brackets."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host is a loopback address."""
     if host == "localhost":

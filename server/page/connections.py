@@ -15,7 +15,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from headwater.server.transport.rate_limit import subscriber
+
 MAX_CONNECTIONS = 128
+MAX_OF_ADDRESS = 32  # a browser opens six to one server
 SILENT_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 
@@ -64,7 +67,7 @@ class PageConnections:
     def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
         self._listener = listener
         self._server = server
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], str] = {}
 
     async def accept(self) -> None:
         """Accept connections until this is cancelled."""
@@ -72,18 +75,20 @@ class PageConnections:
         self._listener.setblocking(False)
         while True:
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted, peer = await loop.sock_accept(self._listener)
             except OSError:  # no file descriptor is left, or the browser has gone again
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if len(self._open) >= MAX_CONNECTIONS:
+            address = subscriber(peer[0])
+            num_of_address = [*self._open.values()].count(address)
+            if len(self._open) >= MAX_CONNECTIONS or num_of_address >= MAX_OF_ADDRESS:
                 accepted.close()
                 continue
             connection = _CountedSocket(fileno=accepted.detach())
             connection.setblocking(False)
             task = loop.create_task(self._serve(connection))
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
+            self._open[task] = address
+            task.add_done_callback(self._open.pop)
             # Not in the task itself: one that is cancelled before its first step runs no code.
             task.add_done_callback(lambda _, done=connection: done.close())  # type: ignore[misc]
 

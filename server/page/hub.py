@@ -21,6 +21,8 @@ TICK_SECONDS = 0.5
 MAX_SHARE = 0.02  # of a core; ticks are rarer where the thread would take more
 MAX_TICK_SECONDS = 5.0
 MAX_LISTENERS = 16
+Change = tuple[str, str]
+"""An event, "all" or "changes", and its JSON."""
 
 
 class Shown(Protocol):
@@ -70,8 +72,8 @@ class Hub:
         """Send the last changes, and end every stream."""
         self._has_ended.set()
 
-    async def listen(self) -> AsyncGenerator[tuple[str, str]]:
-        """Yield (event, JSON): "all" first and after missed ticks, otherwise "changes"."""
+    async def listen(self) -> AsyncGenerator[Change]:
+        """Yield "all" first and after missed ticks, otherwise "changes"."""
         self.num_listeners += 1
         if self.num_listeners == 1:
             self._shown.watched(True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -27,12 +27,13 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headwater.common.transport.tls import is_loopback
-from headwater.server.page.hub import MAX_LISTENERS, Hub, Shown
+from headwater.common.transport.tls import host_in, is_loopback
+from headwater.server.page.hub import MAX_LISTENERS, Change, Hub, Shown
 from headwater.server.report.report import STATIC
 
 FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.is_file()}
 COOKIE = "headwater-page"
+OWN_SITES = ("same-origin", "none")  # none: the user typed the address
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -66,7 +67,9 @@ def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
     async def changes(request: Request) -> Response:
         if hub.num_listeners >= MAX_LISTENERS:
             return PlainTextResponse("too many pages are open\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        return StreamingResponse(_events(hub), media_type="text/event-stream")
+        changes = hub.listen()
+        first = await anext(changes)  # counts this page before another one is answered
+        return StreamingResponse(_events(first, changes), media_type="text/event-stream")
 
     async def everything(request: Request) -> Response:
         return Response(hub.everything(), media_type="application/json")
@@ -82,14 +85,16 @@ def page_app(shown: Shown, hub: Hub, *, token: str | None) -> ASGIApp:
     return Starlette(routes=routes, middleware=middleware)
 
 
-async def _events(hub: Hub) -> AsyncIterator[str]:
-    async with contextlib.aclosing(hub.listen()) as changes:
+async def _events(first: Change, changes: AsyncGenerator[Change]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(changes):
+        event, text = first
+        yield f"event: {event}\ndata: {text}\n\n"
         async for event, text in changes:
             yield f"event: {event}\ndata: {text}\n\n"
 
 
 class Guard:
-    """Adds the headers to every answer; refuses requests without the token, or to another host."""
+    """Adds the headers; refuses requests of other sites, to other hosts or without the token."""
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
         self._app = app
@@ -106,9 +111,12 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that is not allowed; None if it is."""
+        # A link elsewhere may open the page, and no other site may make the browser do more.
+        if request.url.path != "/" and not _is_of_page(request):
+            return PlainTextResponse("another site may not ask this page\n", HTTPStatus.FORBIDDEN)
         if self._token is None:
             # A web site that resolves its own name to 127.0.0.1 must not read the page.
-            if is_loopback(_host_of(request)):
+            if is_loopback(host_in(request.headers.get("host", ""))):
                 return None
             return PlainTextResponse("open this page by its own address\n", HTTPStatus.BAD_REQUEST)
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
@@ -120,7 +128,8 @@ class Guard:
         )
 
 
-def _host_of(request: Request) -> str:
-    """Return the host that a request names, without its port; an IPv6 address has brackets."""
+def _is_of_page(request: Request) -> bool:
+    """Return whether no page of another site made the browser send a request."""
     host = request.headers.get("host", "")
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    origin = request.headers.get("origin", f"://{host}").partition("://")[2]
+    return origin == host and request.headers.get("sec-fetch-site", "none") in OWN_SITES

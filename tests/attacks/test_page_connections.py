@@ -1,4 +1,4 @@
-"""Strangers at the page's port, without its token: they cost the run no file descriptors."""
+"""Strangers at the page's port, and foreign sites in the operator's browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import socket
 import ssl
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -60,6 +61,60 @@ def test_strangers_hold_a_limited_number_of_connections(
         for _ in range(3):
             stack.enter_context(stranger(link))
         assert is_hung_up(stack.enter_context(stranger(link)))
+
+
+def test_one_address_holds_a_part_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_OF_ADDRESS", 3)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 2.0 * WAIT_SECONDS)
+    with page_of(RunView(Settings()), "127.0.0.1:0") as link, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(stranger(link))
+        assert is_hung_up(stack.enter_context(stranger(link)))
+        port = urlsplit(link).port or 0
+        own = HTTPConnection("127.0.0.1", port, WAIT_SECONDS, source_address=("127.0.0.2", 0))
+        with closing(own):
+            own.request("GET", "/state")
+            assert own.getresponse().status == 200
+
+
+def test_pages_that_open_at_once_are_counted_before_any_is_answered() -> None:
+    """Twenty at once passed a limit of 16, which counted those that were already answered."""
+    num_pages = hub.MAX_LISTENERS + 4
+
+    async def play(link: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=WAIT_SECONDS) as client, AsyncExitStack() as stack:
+
+            async def open_page() -> int:
+                answer = await stack.enter_async_context(client.stream("GET", f"{link}changes"))
+                return answer.status_code
+
+            return await asyncio.gather(*(open_page() for _ in range(num_pages)))
+
+    with page_of(RunView(Settings()), "127.0.0.1:0") as link:
+        answers = Counter(asyncio.run(play(link)))
+    assert answers == {200: hub.MAX_LISTENERS, 503: 4}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+    ids=lambda headers: " ".join(*headers.items()),
+)
+def test_a_foreign_site_opens_no_stream_of_the_page(headers: dict[str, str]) -> None:
+    """With 16 of them the operator got 503."""
+    with page_of(RunView(Settings()), "127.0.0.1:0") as link:
+        with httpx.stream("GET", f"{link}changes", headers=headers) as answer:
+            assert answer.status_code == 403
+            assert answer.read().startswith(b"another site")
+        own = {"Origin": link.rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+        assert httpx.get(f"{link}state", headers=own).status_code == 200
+        assert httpx.get(link, headers=headers).status_code == 200, "a link to the page"
 
 
 def test_who_asks_for_nothing_is_hung_up_on_and_an_open_page_is_not(
