@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_LINE_BYTES = 8192
-EXCHANGE_SECONDS = 10.0
+EXCHANGE_SECONDS, HANDSHAKE_SECONDS = 10.0, 2.0
 POLL_SECONDS = 0.25
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS, MAX_OF_ADDRESS = 64, 4  # a joining device has one at a time
 
 
 class EnrolmentPort:
@@ -75,7 +75,7 @@ class EnrolmentPort:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.load_cert_chain(folder / SERVER_FILE, folder / SERVER_KEY_FILE)
         self._rate_limit = RateLimit()
-        self._exchanges: set[asyncio.Task[None]] = set()
+        self._exchanges: dict[asyncio.Task[None], str] = {}
         self._listener: socket.socket | None = None
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -187,15 +187,16 @@ class EnrolmentPort:
             self._close_listener()
             return
         connection.setblocking(False)
-        peer = str(address[0])
-        is_full = len(self._exchanges) >= MAX_CONNECTIONS
-        if is_full or not self._rate_limit.take(subscriber(peer), time.monotonic()):
+        peer, own = str(address[0]), subscriber(str(address[0]))
+        num_of_address = [*self._exchanges.values()].count(own)
+        is_full = len(self._exchanges) >= MAX_CONNECTIONS or num_of_address >= MAX_OF_ADDRESS
+        if is_full or not self._rate_limit.take(own, time.monotonic()):
             connection.close()  # before any handshake
             self._count(peer, TooManyAttempts("too many connections"))
             return
         task = self._loop.create_task(self._serve_one(connection, peer))
-        self._exchanges.add(task)
-        task.add_done_callback(self._exchanges.discard)
+        self._exchanges[task] = own
+        task.add_done_callback(self._exchanges.pop)
         # Not in the task itself: one that is cancelled before its first step runs no code.
         task.add_done_callback(lambda _: connection.close())
 
@@ -206,7 +207,10 @@ class EnrolmentPort:
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
                 transport, _ = await self._loop.connect_accepted_socket(
-                    lambda: protocol, connection, ssl=self._context
+                    lambda: protocol,
+                    connection,
+                    ssl=self._context,
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS,
                 )
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 try:
