@@ -1,18 +1,20 @@
 """Serves the Prometheus metrics: GET /metrics over plain HTTP. Imported only with --metrics.
 
-One thread answers one scrape after another and closes a connection that stalls, so that strangers
-cannot use up memory. ``prometheus_client.start_http_server`` starts a thread for each connection
-and has no timeout: 200 connections that send nothing held 200 threads. There is no TLS and no
-password: another address than loopback needs --public-metrics, and should be behind a firewall,
-or a proxy that has both.
+Each scrape has a thread and a deadline, and their number is limited, so that strangers can neither
+use up memory nor stop the scrapes with a request that never ends.
+``prometheus_client.start_http_server`` has no timeout and no limit: 200 connections that send
+nothing held 200 threads. There is no TLS and no password: another address than loopback needs
+--public-metrics, and should be behind a firewall, or a proxy that has both.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import socketserver
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -21,11 +23,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from headwater.common.errors import InsecureAddress, PortInUse
-from headwater.common.transport.tls import is_loopback, split_address
+from headwater.common.transport.tls import host_in, is_loopback, split_address
 
 log = logging.getLogger(__name__)
 
-STALL_SECONDS = 5.0
+REQUEST_SECONDS = 5.0
+MAX_REQUESTS = 16  # at once
+MAX_HEAD_BYTES = 8192
 PATH = "/metrics"
 
 
@@ -77,24 +81,51 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server(socketserver.TCPServer):
+class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
+    daemon_threads = True
     request_queue_size = 16
 
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.is_local = is_loopback(address[0])
+        self._slots = threading.Semaphore(MAX_REQUESTS)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._slots.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a scrape from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = STALL_SECONDS
     server: _Server
 
+    def setup(self) -> None:
+        """Read the request's head; the deadline holds for all of it, and for the answer."""
+        super().setup()
+        end, head = time.monotonic() + REQUEST_SECONDS, b""
+        while b"\r\n\r\n" not in head and len(head) < MAX_HEAD_BYTES:
+            self.connection.settimeout(max(end - time.monotonic(), 0.001))
+            if not (piece := self.connection.recv(MAX_HEAD_BYTES)):
+                break
+            head += piece
+        self.connection.settimeout(REQUEST_SECONDS)
+        self.rfile = io.BytesIO(head)
+
     def do_GET(self) -> None:
+        # A web site that resolves its own name to 127.0.0.1 must not read the metrics.
+        if self.server.is_local and not is_loopback(host_in(self.headers.get("Host", ""))):
+            self.send_error(HTTPStatus.BAD_REQUEST, "ask for the metrics by their own address")
+            return
         if self.path.partition("?")[0] != PATH:
             self.send_error(HTTPStatus.NOT_FOUND, f"the metrics are at {PATH}")
             return

@@ -55,7 +55,7 @@ def test_other_paths_and_methods_are_refused(
 def test_a_stalled_connection_is_closed_and_the_next_is_answered(
     port: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", port.port)) as connection:
         connection.sendall(b"GET /met")
         assert get(port, "/metrics")[0] == 200
