@@ -47,17 +47,26 @@ class KnownClients:
         self.estimates = dict(estimates)
         self._is_resumed = True
 
-    def note_changes(self, clients: ConnectedClients) -> None:
-        """Mark the estimates of clients that left, or that have described themselves again."""
-        known = self.estimates
+    def note_changes(
+        self, clients: ConnectedClients, *, counted: Container[str], busy: Container[str]
+    ) -> None:
+        """Mark the estimates of clients that left, or that have described themselves again.
+
+        One that left is forgotten if no sum counted it: names cost a stranger nothing.
+        """
+        known, left = self.estimates, [*clients.disconnected]
         if self._is_resumed:
             self._is_resumed = False
-            for name in known.keys() - set(clients.reports):
-                known[name] = known[name].after_disconnect()
-        for name in clients.disconnected:
+            left += known.keys() - set(clients.reports)
+        for name in left:
             self._awaited.discard(name)
-            if name in known:
+            if name in known and (name in counted or name in busy):
                 known[name] = known[name].after_disconnect()
+            else:
+                known.pop(name, None)
+                self._measured_again.pop(name, None)
+                self._awaited_speed.discard(name)
+                self._untold.discard(name)
         for name in clients.described:
             self._awaited.discard(name)
             if name not in known:

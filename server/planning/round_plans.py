@@ -194,7 +194,7 @@ class RoundPlanner:
             TooFewPermitted: the owners of too many clients allow no further round.
         """
         costs = self._costs(turn_seconds)
-        self.known.note_changes(clients)
+        self.known.note_changes(clients, counted=counted, busy=busy)
         self.excluded = without_owners(self.excluded, clients.disconnected)
         excluded = excluded_in(self.excluded, clients.reports, round_number=round_number)
         self._check_permitted(clients.reports, excluded, round_number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from headwater.common.messages import DescribeRequest, DeviceReport, Plan, WireM
 from headwater.common.model.layout import ModelLayout
 from headwater.common.tree.branch_messages import (
     EVALUATE_BRANCH,
+    MAX_MEMBERS,
     MAX_MEMBERS_BYTES,
     MEMBERS,
     TRAIN_BRANCH,
@@ -49,6 +51,8 @@ log = logging.getLogger(__name__)
 AGAIN_SECONDS = 1.0  # between two requests, while a round waits for devices
 # An aggregator that does not answer for so long is in no round until it does.
 SILENT_BRANCH_SECONDS = 30.0
+# Of one aggregator in a run: all its devices may be replaced three times.
+MAX_NAMES = 4 * MAX_MEMBERS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,6 +176,8 @@ class Branches(Intermediaries):
         self._branches: dict[int, Branch] = {}
         self._pending: dict[str, int] = {}
         """The nodes of the requests that have not been answered, by the message."""
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
+        """All devices that each aggregator, by its name, has listed in this run."""
         self._left_out: dict[str, str] = {}
         self._twice: set[str] = set()
         """Devices that were listed by two nodes; each is logged once."""
@@ -256,6 +262,7 @@ class Branches(Intermediaries):
             content = records.reply_content(reply)
             head = records.read(content, BranchHead)
             listed = parse(head.name, records.vector(content) or b"", Members).devices
+            self._check_names(branch.name, {report.name for report in listed})
         except HeadwaterError as error:
             told = f"{branch.name} did not list its devices: {error.code}: {error}"
             if told != branch.complaint:  # it is requested again each second
@@ -273,6 +280,19 @@ class Branches(Intermediaries):
             told = "requires masks" if number is None else counted(number, "example")
             log.info("%s joined: %s, by %s", name, told, branch.name)
         return True
+
+    def _check_names(self, aggregator: str, names: set[str]) -> None:
+        """Check that an aggregator has not listed too many devices in this run; note their names.
+
+        Raises:
+            AggregatorRefused: it has. A list without new names is taken all the same.
+        """
+        if len(all_names := self._names[aggregator] | names) > MAX_NAMES:
+            raise AggregatorRefused(
+                f"{len(all_names)} names in this run, expected at most {MAX_NAMES}",
+                remedy=f"look into {aggregator}; `--resume` counts its names anew",
+            )
+        self._names[aggregator] = all_names
 
     def describe_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Let the aggregators ask these devices again, with the next request for their lists."""

@@ -34,7 +34,7 @@ from headwater.common.transport.wire_pb2 import (
     Reply,
     ServerFrame,
 )
-from headwater.server.flower.grid_fleet import GridFleet
+from headwater.server.features import grid_fleet
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.round_loop import run as run_rounds
 from headwater.server.rounds.round_row import RoundRow
@@ -150,7 +150,7 @@ def _serve(run: Run) -> None:
     try:
         grid = GrpcGrid(run.servicer)
         grid.enter_run(RUN_ID)
-        run_rounds(run.training, GridFleet(grid), on_round=run.rows.append)
+        run_rounds(run.training, grid_fleet(grid, run.training), on_round=run.rows.append)
     except BaseException as error:
         run.error.append(error)
 
