@@ -269,6 +269,7 @@ class Admission:
             session.num_starts_over += 1
         if session.num_starts_over > MAX_STARTS_OVER:
             text = f"{session.name} started this round's work over {MAX_STARTS_OVER} times"
+            self._connections.uploads.in_vain.add(session.name)
             self._connections.uploads.fail(session, ConnectionLost(text))
             return
         downloads.send_instruction(session, instruction)

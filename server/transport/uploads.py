@@ -69,6 +69,8 @@ class Uploads:
         """The instructions that a round awaits now."""
         self.answered: set[str] = set()
         """The devices that answered a round since the watchdog last looked."""
+        self.in_vain: set[str] = set()
+        """The devices that started over too often since then."""
         self._memory = memory
         self._send = send
         self._max_uploads = max_uploads

@@ -189,6 +189,8 @@ class LostDevices:
         uploads = self._connections.uploads
         while uploads.answered:
             self._waits.note_answer(uploads.answered.pop())
+        self._waits.note_in_vain(uploads.in_vain)
+        uploads.in_vain.clear()
         exchange = uploads.exchange
         if exchange is not self._exchange:
             self._exchange = exchange

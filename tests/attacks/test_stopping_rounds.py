@@ -13,6 +13,7 @@ import pytest
 
 from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 from headwater.common.transport.wire_pb2 import Instruction
+from headwater.server.transport.admission import MAX_STARTS_OVER
 from headwater.server.transport.rate_limit import BURST, UNASKED_BYTES
 from tests.attacks.raw import WAIT_SECONDS, RawDevice, Run, cohort
 
@@ -149,5 +150,29 @@ def test_streams_that_end_without_an_answer_are_limited_like_refused_ones(model:
             await honest.update(plan)
             await run.end()
             assert run.model() == model
+
+    asyncio.run(play())
+
+
+def test_a_device_that_starts_over_to_the_last_shortens_its_next_wait() -> None:
+    """In round after round, 0.7 s away each time, it took rounds from 170 to 0.3 a second."""
+
+    async def play() -> None:
+        async with cohort("attacker", "honest", return_seconds=5.0) as (run, attacker, honest):
+            await attacker.describe()
+            await honest.describe()
+            await attacker.plan()
+            for _ in range(MAX_STARTS_OVER + 1):
+                await attacker.__aexit__()
+                await until_lost(run, connected=1)
+                attacker = RawDevice(run.port, "attacker")
+                await attacker.enter()
+            await honest.update(await honest.plan())
+            await run.end()
+            await attacker.__aexit__()
+            waits = run.servicer._watchdog._lost_devices._waits
+            async with asyncio.timeout(WAIT_SECONDS):
+                while waits.seconds("attacker") != 2.5:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(play())
