@@ -161,7 +161,7 @@ def _why_not(plan: Plan) -> str | None:
     if plan.hides_data:
         return (
             "in masked rounds it must know which examples each of its vectors had "
-            "(docs/security.md)"
+            "(docs/secure-aggregation.md)"
         )
     if plan.uses_whole_window:
         return "the budget of each example counts the epochs of a fixed number of examples"

@@ -12,7 +12,7 @@ each, and is never rewritten. Several processes may play the device (two runs, u
 names): each looks, under a lock, at what the others have masked before it masks.
 
 A model that differs in one bit is another model: what two sums at almost the same model show is out
-of scope (docs/security.md).
+of scope (docs/secure-aggregation.md).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class CohortSettings(Branch):
 
 
 class AggregationSettings(Branch):
-    """How plain updates are combined, and what a single one may do (docs/security.md)."""
+    """How plain updates are combined, and what a single one may do (docs/plain-rounds.md)."""
 
     rule: Literal["sum", "clipped", "trimmed-mean", "median", "krum"] = setting(
         "sum",

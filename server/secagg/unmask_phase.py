@@ -5,7 +5,7 @@ the dropped clients (U2 - U3). Each share is checked on its own against its deal
 each secret against what its owner published, so a wrong one identifies its sender without a search.
 
 The server learns the sum over U3 and, of each client, at most one secret: the self mask's seed of a
-survivor, the mask key of a dropped client. docs/security.md names the adversaries.
+survivor, the mask key of a dropped client. docs/secure-aggregation.md names the adversaries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A server that lies to the devices of a secure session: each lie is refused with its named error.
 
 ``ATTACKS`` has at least one lie for each row of ``client.secagg.checks.CHECKS``. The victim does
-not answer the lying request. docs/security.md says what a server learns that stops there.
+not answer the lying request. docs/secure-aggregation.md says what a server learns that stops there.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def test_the_installer_s_minimum_of_members_is_higher_than_the_default() -> None
 
 
 def test_the_installer_s_minimum_stands_where_the_masks_are_explained() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "secure-aggregation.md").read_text()
     assert "`deploy/install-client.sh` writes 10 into a device's settings" in page
 
 

@@ -224,7 +224,7 @@ def test_a_gradient_of_zero_decays_alike_in_every_way_to_compute(algorithm: dict
 
 
 def test_a_ring_of_sixteen_bits_moves_an_idle_head_by_its_rounding_alone() -> None:
-    """It is rotated, so that no tensor of the opened sum is zero (docs/security.md)."""
+    """It is rotated, so that no tensor of the opened sum is zero (docs/secure-aggregation.md)."""
     settings = {"secure.min_quota": 1, "secure.ring_bits": 16, **FLAGS["settings"]}
     given = {**FLAGS, "secure_aggregation": "active", "settings": settings, "rounds": 1}
     run = headwater.simulate(TwoHeads, **given)
