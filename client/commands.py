@@ -269,7 +269,9 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     """Check the task, and yield the device's connection; meanwhile serve its metrics, if set."""
     import math
 
+    from headwater.common.errors import StateError
     from headwater.common.system.command_line import check_addresses
+    from headwater.common.system.trusted_file import check_folder
     from headwater.common.transport.tls import split_addresses
 
     device = settings.client
@@ -278,6 +280,10 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     trainer, identity = _open(settings)
     secure = settings.secure
     requires_masks = secure.aggregation != "off"
+    try:
+        check_folder(device.state_folder)
+    except OSError as error:
+        raise StateError(f"the state folder {device.state_folder}: {error.strerror}") from error
     if requires_masks or secure.identity is not None or secure.allow_list is not None:
         from headwater.client.enrolment.signing_identity import check_enrolment
 

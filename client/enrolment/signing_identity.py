@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from headwater.common.errors import IdentityProblem
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.system.trusted_file import UntrustedFile, read_trusted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,30 +113,26 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
 
     Raises:
         IdentityProblem: the file cannot be read, users other than its owner may read or write it
-            (Windows has no such bits, and nothing is checked there), or it holds no Ed25519 key.
+            (``common.system.trusted_file``), or it holds no Ed25519 key.
     """
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            pem = file.read()
+        pem = read_trusted(path, is_secret=True)
+    except UntrustedFile as error:
+        raise IdentityProblem(
+            f"{path}: {error.strerror}",
+            remedy="make a new identity if somebody may have read this one",
+        ) from error
     except OSError as error:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
     try:
-        identity = SigningIdentity.from_pem(name, pem)
+        return SigningIdentity.from_pem(name, pem)
     except IdentityProblem as error:
         raise IdentityProblem(f"{path}: {error}", remedy=error.remedy) from error
-    if os.name == "posix" and mode & 0o077:
-        raise IdentityProblem(
-            f"{path} is open to users other than its owner ({mode:03o}), who could sign as this "
-            "device",
-            remedy=f"chmod 600 {path}; make a new identity if somebody may have read this one",
-        )
-    return identity
 
 
 def _read_allow_list(path: Path) -> AllowList:
     try:
-        return AllowList.parse(path.read_text(encoding="utf-8"))
+        return AllowList.parse(read_trusted(path).decode())
     except OSError as error:
         raise IdentityProblem(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ unmask          ``UnmaskRequest``: U3, U2-U3   ``UnmaskReply``: one share for ea
 member that leaves until then costs nothing. Training is over before a session opens. No message has
 a weight, a loss or a norm in clear: those are masked numbers (``common.secagg.masked_numbers``).
 
-docs/secure-aggregation.md says what the server learns and which adversaries the protocol withstands.
+docs/secure-aggregation.md says what the server learns, and which adversaries it withstands.
 """
 
 from __future__ import annotations

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 
 from headwater.common.errors import CertificateProblem, InsecureAddress, SettingsError
 from headwater.common.settings.schema import TlsSettings
+from headwater.common.system.trusted_file import read_trusted
 
 if TYPE_CHECKING:
     from cryptography import x509
+
+
+KEY_FLAG = "--tls-key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +51,10 @@ def read_credentials(tls: TlsSettings) -> Credentials | None:
 
     Raises:
         SettingsError: only some of the three are named.
-        CertificateProblem: a file cannot be read, or has the wrong content.
+        CertificateProblem: a file cannot be read, has the wrong content, or others may change it,
+            or read the key (``system.trusted_file``).
     """
-    named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, "--tls-key": tls.key}
+    named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, KEY_FLAG: tls.key}
     missing = [flag for flag, path in named.items() if path is None]
     if len(missing) == len(named):
         return None
@@ -87,7 +92,7 @@ def _checked(ca: bytes, certificate: bytes, key: bytes, tls: TlsSettings) -> Cre
 
 def _read(flag: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_trusted(path, is_secret=flag == KEY_FLAG)
     except OSError as error:
         raise CertificateProblem(f"{flag} {path}: {error.strerror}") from error
 
