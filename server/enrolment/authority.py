@@ -27,6 +27,7 @@ from headwater.common.system.atomic_file import (
     make_private_folder,
     write_atomically,
 )
+from headwater.common.system.trusted_file import read_trusted
 from headwater.common.transport.certificates import (
     BACKDATE,
     Key,
@@ -72,7 +73,7 @@ class Authority:
 
         Raises:
             CertificateProblem: a file is missing or malformed, or the certificate has expired.
-            OSError: a file cannot be read.
+            OSError: a file cannot be read, or others may read the key.
         """
         path, key_path = folder / CA_FILE, folder / CA_KEY_FILE
         for needed in (path, key_path):
@@ -83,7 +84,8 @@ class Authority:
                     "and another --folder",
                 )
         try:
-            key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
+            pem = read_trusted(key_path, is_secret=True)
+            key = serialization.load_pem_private_key(pem, password=None)
         except (ValueError, TypeError) as error:
             raise CertificateProblem(f"{key_path} is not a PEM file: {error}") from error
         certificate = read_certificate(path)
