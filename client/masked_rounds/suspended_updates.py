@@ -50,7 +50,6 @@ from headwater.common.messages import Name, Natural
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.keys import SESSION_BYTES, KeyPair, public_key_of, seal, unseal
 from headwater.common.secagg.protocol import (
-    Carried,
     Digest,
     Key,
     KeysReply,
@@ -187,7 +186,7 @@ class SuspendedSession(SecureMessage):
     plan_digest: Digest
     num_values: Natural
     planned_weight: Weight
-    carried_weight: Carried = 0
+    carried_weight: Natural = 0
     update_id: str
     examples: tuple[Natural, ...] = Field((), repr=False)
     num_planned: Natural = 0

@@ -148,7 +148,7 @@ def check_share(members: Iterable[Member], names: Container[str], device: Partic
     """
     own = device.planned_weight + device.carried_weight
     total = sum(
-        min(member.planned_weight + member.carried_weight, own)
+        min(member.planned_weight + (member.carried_weight or 0), own)
         for member in members
         if member.name in names
     )

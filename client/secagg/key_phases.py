@@ -54,7 +54,7 @@ def advertise_keys(
         name=device.name,
         mask_key=mask_pair.public,
         sharing_key=sharing_pair.public,
-        carried_weight=device.carried_weight,
+        carried_weight=device.carried_weight or None,
         has_aes=device.has_aes,
     )
     if request.mode == "active" and device.identity is not None:

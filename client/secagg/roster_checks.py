@@ -113,7 +113,7 @@ def _check_members(members: Sequence[Member], *, keys: KeysReply, device: Partic
         has_aes=keys.has_aes,
         signature=keys.signature,
         planned_weight=device.planned_weight,
-        carried_weight=device.carried_weight,
+        carried_weight=device.carried_weight or None,
     )
     if own != [expected]:
         raise errors.RosterRefused(

@@ -69,7 +69,7 @@ Sealed = Annotated[bytes, Field(min_length=SEALED_BYTES, max_length=SEALED_BYTES
 Share = Annotated[bytes, Field(min_length=SEED_BYTES, max_length=SEED_BYTES)]
 Weight = Annotated[int, Field(ge=1, le=2**53)]
 Carried = Annotated[
-    int, Field(ge=0, le=2**53, description="the weight of earlier updates that it adds to this one")
+    int, Field(ge=1, le=2**53, description="the weight of earlier updates that it adds to this one")
 ]
 Holders = Annotated[int, Field(ge=1, le=MAX_HOLDERS)]
 MAX_SCALARS = 128
@@ -144,7 +144,7 @@ class Member(SecureMessage):
     mask_key: Key
     sharing_key: Key
     planned_weight: Weight = Field(description="the largest weight that its plan allows")
-    carried_weight: Carried = 0
+    carried_weight: Carried | None = None
     has_aes: bool = False
     signature: Signature | None = Field(None, repr=False)
 
@@ -159,7 +159,7 @@ class KeysReply(SecureMessage):
     name: Name
     mask_key: Key
     sharing_key: Key
-    carried_weight: Carried = 0
+    carried_weight: Carried | None = None
     has_aes: bool = False
     signature: Signature | None = Field(None, repr=False)
 

@@ -5,7 +5,8 @@ two bounds hold for members that follow their plans, and a sum beyond one is thr
 members are searched (``group_testing``):
 
 * |sum of v_i|^2 <= n x sum of |v_i|^2 (Cauchy and Schwarz), to the ring's rounding. A member that
-  changes its vector alone breaks it.
+  changes its vector alone breaks it. Where a squared norm may have been clipped to its own bound (2^30
+  per unit of weight), nothing follows from it.
 * The members' norm per unit of weight, sqrt(n x sum of |v_i|^2) / W, is at most ``multiple`` times
   the largest median of five opened sums so far, as for plain updates (``aggregation.norm_watch``).
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from headwater.common.secagg.masked_numbers import (
     out_of_range_error,
 )
 from headwater.common.secagg.protocol import WEIGHT
+from headwater.common.secagg.scalar_encoding import Scalar
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 
 NUM_RECENT, LEAST = 5, 3
@@ -78,10 +80,8 @@ class OpenedNorms:
         scalars = unmasked.session.parameters.scalars
         squares = merged_sums(unmasked.numbers, scalars, num_devices=number)[SQUARED_NORM]
         norm, step = (one / weight for one in sum_norm(unmasked, bounds))
-        if not squares:  # a private round
-            told = norm
-        else:
-            told = math.sqrt(number * squares) / weight
+        told = math.sqrt(number * squares) / weight if squares else norm  # of a private round
+        if 0 < squares < _largest_square(scalars):
             rounding = number * step * math.sqrt(len(unmasked.vector_P))
             if norm > TOLERANCE * told + rounding:
                 raise out_of_range_error([f"a norm of {norm:.3g}, not {told:.3g}"], number)
@@ -90,6 +90,12 @@ class OpenedNorms:
                 [f"a norm of {told:.3g} where {self.largest_median:.3g} was the most"], number
             )
         return told
+
+
+def _largest_square(scalars: Iterable[Scalar]) -> float:
+    """Return the largest squared norm that a device masks, less a rounding; 0 if it masks none."""
+    bounds = (one.bound for one in scalars if one.name.endswith(SQUARED_NORM))
+    return 0.999 * max(bounds, default=0.0)
 
 
 def sum_norm(unmasked: UnmaskedSum, bounds: NDArray[np.float32] | None) -> tuple[float, float]:

@@ -40,6 +40,7 @@ NOT_OF_A_FLOWER_RUN = (
     "plain_text",
     "public_metrics",
     "privacy.budget",
+    "privacy.new_budget",
     "tls.",
     "server.",
     "standby.",
