@@ -271,8 +271,8 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
 
     from headwater.common.errors import StateError
     from headwater.common.system.command_line import check_addresses
-    from headwater.common.system.trusted_file import check_folder
     from headwater.common.transport.tls import split_addresses
+    from headwater.common.transport.trusted_file import check_folder
 
     device = settings.client
     addresses = split_addresses(device.server)

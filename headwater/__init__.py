@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headwater.server.api import serve
     from headwater.server.flower.sum_of_gradients import SumOfGradients
     from headwater.server.own_feature.server_feature import ServerFeature
+    from headwater.server.round_records import RoundRecords, load_rounds
     from headwater.server.run_result import Run
     from headwater.simulation.api import simulate
 
@@ -41,6 +42,7 @@ __all__ = [
     "GradientSum",
     "HeadwaterError",
     "ModelDifference",
+    "RoundRecords",
     "Run",
     "ServerFeature",
     "SumOf",
@@ -50,6 +52,7 @@ __all__ = [
     "__version__",
     "chunked_cross_entropy",
     "load_model",
+    "load_rounds",
     "serve",
     "simulate",
     "take_part",
@@ -62,6 +65,7 @@ _MODULES = {
     "GradientSum": "headwater.client.flower.gradient_sum",
     "HeadwaterError": "headwater.common.errors",
     "ModelDifference": "headwater.client.flower.model_difference",
+    "RoundRecords": "headwater.server.round_records",
     "Run": "headwater.server.run_result",
     "ServerFeature": "headwater.server.own_feature.server_feature",
     "SumOf": "headwater.common.terms",
@@ -70,6 +74,7 @@ _MODULES = {
     "Values": "headwater.common.sums.tensor_field",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
     "load_model": "headwater.common.model.trained_model",
+    "load_rounds": "headwater.server.round_records",
     "serve": "headwater.server.api",
     "simulate": "headwater.simulation.api",
     "take_part": "headwater.client.api",

@@ -245,7 +245,7 @@ def evaluate(
     Try it: headwater-server evaluate --out runs/DIR --data rows.csv
     """
     from headwater.common.system.console import print_table
-    from headwater.server.operations import evaluate_model
+    from headwater.server import evaluate_model
 
     tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best, local=local)
     if as_json:

@@ -65,6 +65,14 @@ class ReportBatch(Sequence[ReportFields], ABC):
         """The norms of the updates per unit of weight; None if they were not computed."""
         return None
 
+    @property
+    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+        """How many steps each update has, and the seconds and losses of all, one after another.
+
+        None where steps have norms too: the reports themselves tell them.
+        """
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBatch:

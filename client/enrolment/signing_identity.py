@@ -18,7 +18,7 @@ from pathlib import Path
 from headwater.common.errors import IdentityProblem
 from headwater.common.secagg.identity import AllowList, SigningIdentity
 from headwater.common.settings.schema import SecureSettings
-from headwater.common.system.trusted_file import UntrustedFile, read_trusted
+from headwater.common.transport.trusted_file import UntrustedFile, read_trusted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def read_identity(path: Path, name: str) -> SigningIdentity:
 
     Raises:
         IdentityProblem: the file cannot be read, users other than its owner may read or write it
-            (``common.system.trusted_file``), or it holds no Ed25519 key.
+            (``common.transport.trusted_file``), or it holds no Ed25519 key.
     """
     try:
         pem = read_trusted(path, is_secret=True)

@@ -8,7 +8,6 @@ from collections.abc import Collection
 
 from headwater.common.errors import ConnectionLost, CorruptUpdate
 from headwater.common.transport.proxy import proxy_of, proxy_remedy
-from headwater.common.transport.server_names import name_remedy
 from headwater.common.transport.tls import split_address
 
 FIRST_BACKOFF_SECONDS = 0.2
@@ -108,6 +107,8 @@ class RetryPolicy:
         if proxied := [host for host in self._hosts if proxy_of(host) is not None]:
             return f"it goes through {proxy_of(proxied[0])}: {proxy_remedy(proxied[0])}"
         if "Hostname Verification" in text:
+            from headwater.common.transport.server_names import name_remedy
+
             names = " or ".join(self._hosts)
             return (
                 "its certificate was made for other names, which `headwater-client doctor` lists: "

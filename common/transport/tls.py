@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from headwater.common.errors import CertificateProblem, InsecureAddress, SettingsError
 from headwater.common.settings.schema import TlsSettings
-from headwater.common.system.trusted_file import read_trusted
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -52,7 +51,7 @@ def read_credentials(tls: TlsSettings) -> Credentials | None:
     Raises:
         SettingsError: only some of the three are named.
         CertificateProblem: a file cannot be read, has the wrong content, or others may change it,
-            or read the key (``system.trusted_file``).
+            or read the key (``transport.trusted_file``).
     """
     named = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, KEY_FLAG: tls.key}
     missing = [flag for flag, path in named.items() if path is None]
@@ -91,6 +90,8 @@ def _checked(ca: bytes, certificate: bytes, key: bytes, tls: TlsSettings) -> Cre
 
 
 def _read(flag: str, path: Path) -> bytes:
+    from headwater.common.transport.trusted_file import read_trusted  # not without TLS files
+
     try:
         return read_trusted(path, is_secret=flag == KEY_FLAG)
     except OSError as error:

@@ -27,7 +27,6 @@ from headwater.common.system.atomic_file import (
     make_private_folder,
     write_atomically,
 )
-from headwater.common.system.trusted_file import read_trusted
 from headwater.common.transport.certificates import (
     BACKDATE,
     Key,
@@ -40,6 +39,7 @@ from headwater.common.transport.certificates import (
     public_key_der,
     renewal_due_at,
 )
+from headwater.common.transport.trusted_file import read_trusted
 
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 SERVER_FILE, SERVER_KEY_FILE = "server.pem", "server-key.pem"

@@ -36,12 +36,12 @@ from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
 from headwater.server.flower.answers import (
     Answer,
+    Patience,
     check_in_time,
     read_answer,
     with_seconds,
 )
 from headwater.server.flower.intermediaries import Intermediaries, SentPlans
-from headwater.server.flower.patience import Patience
 from headwater.server.flower.polled_grid import PolledGrid
 from headwater.server.flower.registration import Registration
 from headwater.server.planning.cohort import ConnectedClients

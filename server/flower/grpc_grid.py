@@ -19,7 +19,7 @@ from headwater.common.flower.grid import (
 )
 from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import DescribeRequest, FrozenPart, Plan
-from headwater.server.flower.patience import Patience
+from headwater.server.flower.answers import Patience
 from headwater.server.transport.servicer import Servicer
 from headwater.server.transport.session import Arrival, DeviceInstruction
 

@@ -13,7 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from headwater.common.flower import records
-from headwater.server.flower.patience import Patience
+from headwater.server.flower.answers import Patience
 
 REPLY_POLL_SECONDS = 0.2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.common.system.printable import plot_label
+from headwater.server.rounds.round_row import column_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +106,7 @@ def _draw_metrics(axes: Any, rows: Sequence[Row]) -> None:
 def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     """Draw the clients' accumulation steps; in a masked round, the plans'."""
     steps = [
-        [client["accumulation_steps"] for client in row["clients"]]
+        [*column_of(row["clients"], "accumulation_steps")]
         + [client["planned_steps"] for client in row.get("masked_clients", [])]
         for row in rows
     ]
@@ -164,7 +165,7 @@ def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
 
 def _num_left_out(row: Row) -> int:
     known: int | None = row.get("num_examples_left_out")
-    return sum(client["num_refused"] for client in row["clients"]) if known is None else known
+    return sum(column_of(row["clients"], "num_refused")) if known is None else known
 
 
 # The devices.
@@ -174,8 +175,10 @@ def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
     """Draw each device's seconds: a line for the slowest few, and a band for all others."""
     seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        for client in (*row["clients"], *row.get("masked_clients", [])):
-            seconds[client["name"]][row["round"]] = client["seconds"]
+        for clients in (row["clients"], row.get("masked_clients", [])):
+            figures = zip(column_of(clients, "name"), column_of(clients, "seconds"), strict=True)
+            for name, value in figures:
+                seconds[name][row["round"]] = value
     names = sorted(seconds, key=lambda name: -statistics.fmean(seconds[name].values()))
     named = names if len(names) <= MAX_LINES + 1 else names[:MAX_LINES]
     others = names[len(named) :]
@@ -205,8 +208,9 @@ def _draw_share(axes: Any, rows: Sequence[Row]) -> None:
     """Draw each device's share of all weight as a bar; in masked rounds the plans' examples."""
     weights: defaultdict[str, float] = defaultdict(float)
     for row in rows:
-        for client in row["clients"]:
-            weights[client["name"]] += client["weight"]
+        clients = row["clients"]
+        for name, own in zip(column_of(clients, "name"), column_of(clients, "weight"), strict=True):
+            weights[name] += own
         for client in row.get("masked_clients", []):
             weights[client["name"]] += client["planned_examples"]
     names = sorted(weights, key=lambda name: -weights[name])

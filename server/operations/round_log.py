@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,13 +25,16 @@ from headwater.server.operations.log_limits import (
     RowsFile,
     delete_oldest,
     older_file,
+    tables_beside,
 )
 from headwater.server.rounds.observer import Observer
-from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
+from headwater.server.rounds.round_row import ClientRow, ClientRows, MaskedClientRow, RoundRow
 
 log = logging.getLogger(__name__)
 
 ROUNDS = "rounds.jsonl"
+MAX_IN_LINE = 32
+"""A round of more clients has a table of them (``server.operations.client_table``)."""
 CURVES = "curves.png"
 EVENTS = "tensorboard"
 REPORT = "report.html"
@@ -90,7 +94,7 @@ class RoundLog(Observer):
         if self._folder is None:
             return
         try:
-            self._file.write(_json(row))
+            self._file.write(_json(row, self._clients_of(row)))
         except OSError as error:
             raise StateError(
                 f"round {row.round} cannot be written to {self._folder / ROUNDS}: {error.strerror}",
@@ -110,6 +114,20 @@ class RoundLog(Observer):
                 if (value := getattr(row, name)) is not None
             }
             self._board.add(row.round, scalars)
+
+    def _clients_of(self, row: RoundRow) -> list[dict[str, Any]] | Mapping[str, int]:
+        """Return what the row's line says of its clients: their figures, or where their table is.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if len(row.clients) <= MAX_IN_LINE or not isinstance(row.clients, ClientRows):
+            return [_fields(client) for client in row.clients]
+        from headwater.server.operations.client_table import ClientTable
+
+        table = ClientTable.of(row.clients.columns()).to_bytes()
+        at = self._file.write_table(table)
+        return {"at": at, "num_bytes": len(table), "num_clients": len(row.clients)}
 
     def went_back(self, round_number: int) -> None:
         """Drop the rows of rounds that are forgotten."""
@@ -163,8 +181,9 @@ def row_of_dict(fields: Mapping[str, Any]) -> RoundRow:
     return row
 
 
-def _json(row: RoundRow) -> str:
-    fields = row_to_dict(row)
+def _json(row: RoundRow, clients: list[dict[str, Any]] | Mapping[str, int]) -> str:
+    masked = [_fields(client) for client in row.masked_clients]
+    fields = {**_fields(row), "clients": clients, "masked_clients": masked}
     try:
         return json.dumps(fields, allow_nan=False)
     except ValueError:
@@ -197,8 +216,11 @@ def _drop_rows_after(round_number: int, path: Path) -> None:
     """Rewrite a file of rows without those after a round; a missing rounds.jsonl becomes empty."""
     if not path.exists() and path.name != ROUNDS:
         return
-    kept = [row for row in _read_file(path) if row["round"] <= round_number]
+    kept = [row for row in _lines_of(path) if row["round"] <= round_number] if path.exists() else []
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    places = [row["clients"] for row in kept if isinstance(row["clients"], dict)]
+    if (tables := tables_beside(path)).exists():
+        os.truncate(tables, max((one["at"] + one["num_bytes"] for one in places), default=0))
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:
@@ -208,9 +230,20 @@ def _read_file(path: Path) -> list[dict[str, Any]]:
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a file's rows one by one; a line that a crash cut off or damaged is skipped.
 
+    The clients of a large round are read when somebody looks at them.
+
     Raises:
         OSError: the file cannot be read.
     """
+    for row in _lines_of(path):
+        if isinstance(row.get("clients"), dict):
+            from headwater.server.operations.client_table import StoredTable
+
+            row["clients"] = StoredTable(tables_beside(path), row["clients"])
+        yield row
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for line in lines:
             try:

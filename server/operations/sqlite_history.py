@@ -21,6 +21,7 @@ from typing import Any
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.json_logs import to_json_value
+from headwater.server.rounds.round_row import column_of
 from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
 FILE = "history.sqlite"
@@ -203,7 +204,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def round_columns(row: Mapping[str, Any], *, ended_at: float | None = None) -> dict[str, Any]:
     """Return a round's columns from its row in rounds.jsonl."""
-    steps = [client["accumulation_steps"] for client in row["clients"]]
+    steps = [*column_of(row["clients"], "accumulation_steps")]
     steps += [client["planned_steps"] for client in row.get("masked_clients", [])]
     return {
         **{name: row.get(name, 0) for name in ROW_KEYS},

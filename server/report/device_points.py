@@ -82,6 +82,8 @@ def newest(rounds: Sequence[RoundParts]) -> Iterator[tuple[str, Point]]:
 
 
 def _of_rows(rows: Sequence[Any], fields: Mapping[str, str]) -> dict[str, list[Any]]:
+    if (column := getattr(rows, "column", None)) is not None:  # of a large round's table
+        return {name: column(field) for name, field in fields.items()}
     return {name: [field_of(row, field) for row in rows] for name, field in fields.items()}
 
 

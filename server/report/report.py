@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 # A report stays small enough for an e-mail: so many rounds of devices, over all of them.
-MAX_DEVICE_POINTS = 10_000
+MAX_DEVICE_POINTS = 6_000
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.common.system.printable import printable
-from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
+from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow, column_of
 
 Row = RoundRow | Mapping[str, Any]
 Part = ClientRow | MaskedClientRow | Mapping[str, Any]
@@ -78,6 +78,6 @@ def task_label(task: str | None) -> str:
 def _k_range(row: Row) -> tuple[int | None, int | None]:
     if isinstance(row, RoundRow):
         return row.k_range if row.clients or row.masked_clients else (None, None)
-    steps = [part["accumulation_steps"] for part in row["clients"]]
+    steps = [*column_of(row["clients"], "accumulation_steps")]
     steps += [part["planned_steps"] for part in row.get("masked_clients") or ()]
     return (min(steps), max(steps)) if steps else (None, None)

@@ -7,7 +7,7 @@ client that is skipped, refused, clipped or left out is counted here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, overload
@@ -242,9 +242,64 @@ class ClientRows(Sequence[ClientRow]):
             return [self._row(report) for report in self.reports[at]]
         return self._row(self.reports[at])
 
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Return each figure of all clients, without making their rows.
+
+        The steps' figures are lists of all clients' steps, ``num_steps`` of each.
+        """
+        reports, plans = self.reports, self.plans
+        return {
+            "name": [one.name for one in reports],
+            "accumulation_steps": [one.num_steps for one in reports],
+            "micro_batch_size": [one.micro_batch_size for one in reports],
+            "num_examples": [one.num_examples for one in reports],
+            "num_refused": [one.num_refused for one in reports],
+            "weight": [one.weight for one in reports],
+            "seconds": [one.seconds for one in reports],
+            "loss": [one.loss_sum / one.weight for one in reports],
+            "peak_bytes": [one.peak_bytes for one in reports],
+            "reason": [one.reason for one in reports],
+            "plan": [plans[one.name].reason for one in reports],
+            "num_joined": [one.num_joined for one in reports],
+            "num_left": [one.num_left for one in reports],
+            **self._steps(),
+        }
+
+    def _steps(self) -> dict[str, Sequence[Any]]:
+        plain = self._plain_steps()
+        if plain is not None:
+            numbers, seconds, losses = plain
+            none = [None] * len(seconds)
+            return {
+                "num_steps": numbers,
+                "step_seconds": seconds,
+                "step_loss": losses,
+                "step_gradient_norm": none,
+                "gradient_variance": none,
+            }
+        rows = [*self]
+        lists = ("step_seconds", "step_loss", "step_gradient_norm", "gradient_variance")
+        flat = {name: [x for row in rows for x in getattr(row, name)] for name in lists}
+        return {"num_steps": [len(row.step_seconds) for row in rows], **flat}
+
+    def _plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+        """Return the steps of a batch that is all of the round; None if there is none."""
+        batch: Any = getattr(self.reports[0], "batch", None)
+        is_all = batch is not None and len(batch) == len(self.reports)
+        if not is_all or batch.columns.names != [one.name for one in self.reports]:
+            return None
+        found: tuple[Sequence[int], Sequence[float], Sequence[float]] | None = batch.plain_steps
+        return found
+
     def _row(self, report: ReportFields) -> ClientRow:
         plan = self.plans[report.name]
         return client_row(report, plan_reason=plan.reason, moves_model=plan.moves_model)
+
+
+def column_of(clients: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
+    """Return one figure of all clients of a row that was read, however they are stored."""
+    column: Callable[[str], Sequence[Any]] | None = getattr(clients, "column", None)
+    return [client[name] for client in clients] if column is None else column(name)
 
 
 def masked_client_row(answer: ReadyReport | ReportFields, plan: Plan) -> MaskedClientRow:

@@ -5,8 +5,8 @@ two bounds hold for members that follow their plans, and a sum beyond one is thr
 members are searched (``group_testing``):
 
 * |sum of v_i|^2 <= n x sum of |v_i|^2 (Cauchy and Schwarz), to the ring's rounding. A member that
-  changes its vector alone breaks it. Where a squared norm may have been clipped to its own bound (2^30
-  per unit of weight), nothing follows from it.
+  changes its vector alone breaks it. Where a squared norm may have been clipped to its own bound
+  (2^30 per unit of weight), nothing follows from it.
 * The members' norm per unit of weight, sqrt(n x sum of |v_i|^2) / W, is at most ``multiple`` times
   the largest median of five opened sums so far, as for plain updates (``aggregation.norm_watch``).
 

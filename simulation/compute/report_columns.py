@@ -127,6 +127,16 @@ class CohortReports(ReportBatch):
         return of_each
 
     @property
+    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+        """See ``headwater.server.fleet.ReportBatch``."""
+        if self.norms is not None:
+            return None
+        weights, losses = self.sums.of_steps
+        means = np.divide(losses, weights, out=np.zeros(len(losses)), where=weights != 0)
+        planned = self.planned
+        return planned.num_steps.tolist(), planned.step_seconds.tolist(), means.tolist()
+
+    @property
     def is_not_finite(self) -> NDArray[np.bool_]:
         """Whether each device's loss or a metric is not finite, or its weight is below 1."""
         is_finite: NDArray[np.bool_] = np.isfinite(self.sums.loss) & (self.weight >= 1)
@@ -221,6 +231,11 @@ class ReportView:
     def __init__(self, of: CohortReports, at: int) -> None:
         self._of = of
         self._at = at
+
+    @property
+    def batch(self) -> CohortReports:
+        """The reports that it is one of."""
+        return self._of
 
     @property
     def name(self) -> str:

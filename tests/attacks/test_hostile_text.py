@@ -22,9 +22,9 @@ from headwater.common.model.trained_model import ModelRecord
 from headwater.common.settings.schema import Settings
 from headwater.common.system import console as terminal
 from headwater.common.system.json_logs import JsonFormatter
+from headwater.server.evaluate_model import DataResult, EvaluatedModel, as_table
 from headwater.server.operations import plan_table, status
 from headwater.server.operations.curves import curves
-from headwater.server.operations.evaluate_model import DataResult, EvaluatedModel, as_table
 from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import EVENTS, RoundLog, row_to_dict

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.server.flower.patience import FACTOR, FLOOR_SECONDS, Patience
+from headwater.server.flower.answers import FACTOR, FLOOR_SECONDS, Patience
 from tests.processes import Processes, port_of, rows, write_task
 
 DELAY = """

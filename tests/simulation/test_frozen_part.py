@@ -17,7 +17,7 @@ from headwater.common.errors import FrozenPartMismatch, ModelMismatch
 from headwater.common.model.layout import layout_of
 from headwater.common.model.trained_model import ADAPTER, MODEL
 from headwater.common.settings.schema import Settings
-from headwater.server.operations.evaluate_model import evaluate
+from headwater.server.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint
 from headwater.simulation.run import run_engine
 from tests.adapted import NUM_TOKENS, TASK, Adapted

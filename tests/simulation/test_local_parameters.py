@@ -24,7 +24,7 @@ from headwater.common.errors import (
 )
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
-from headwater.server.operations.evaluate_model import evaluate
+from headwater.server.evaluate_model import evaluate
 from headwater.simulation.run import run_engine
 
 TASK = f"{Path(__file__)}:OwnLabels"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwater
-from headwater.server.operations.evaluate_model import evaluate
+from headwater.server.evaluate_model import evaluate
 from tests.python_tasks import SIGNS, Annealed, Signs
 
 ANNEALED = SIGNS.replace(":Signs", ":Annealed")

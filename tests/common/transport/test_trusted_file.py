@@ -10,8 +10,8 @@ import pytest
 from headwater.client.enrolment.signing_identity import make_identity, read_enrolment
 from headwater.common.errors import CertificateProblem, IdentityProblem
 from headwater.common.settings.schema import TlsSettings
-from headwater.common.system.trusted_file import UntrustedFile, check_folder, read_trusted
 from headwater.common.transport.tls import read_credentials
+from headwater.common.transport.trusted_file import UntrustedFile, check_folder, read_trusted
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such owners and modes")
 STRANGER = 54321
