@@ -58,6 +58,7 @@ class RoundLog(Observer):
         self._draws_curves = draws_curves
         self._folder: Path | None = None
         self._file: RowsFile
+        self._has_tables = True
         self._board: _Board | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
@@ -83,6 +84,7 @@ class RoundLog(Observer):
                 f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
             ) from error
         self._folder = folder
+        self._has_tables = settings.standby.shared_state is None  # a standby gets the lines alone
         self._board = _Board.open(folder / EVENTS, is_bounded=is_bounded)
 
     def stepped(self, row: RoundRow) -> None:
@@ -121,7 +123,8 @@ class RoundLog(Observer):
         Raises:
             OSError: the disk is full.
         """
-        if len(row.clients) <= MAX_IN_LINE or not isinstance(row.clients, ClientRows):
+        is_small = len(row.clients) <= MAX_IN_LINE or not self._has_tables
+        if is_small or not isinstance(row.clients, ClientRows):
             return [_fields(client) for client in row.clients]
         from headwater.server.operations.client_table import ClientTable
 

@@ -81,6 +81,24 @@ def test_a_small_round_stays_in_its_line(tmp_path: Path) -> None:
     assert not tables_beside(tmp_path / ROUNDS).exists()
 
 
+def test_a_run_that_a_standby_follows_has_no_tables(tmp_path: Path) -> None:
+    """The standby's store has the lines of the log."""
+    (row, *_) = simulate(tmp_path / "plain")
+    settings = Settings.model_validate(
+        {
+            "task": "examples/digits.py:Digits",
+            "out": tmp_path / "followed",
+            "standby": {"shared_state": str(tmp_path / "shared")},
+        }
+    )
+    log = RoundLog(draws_curves=False)
+    log.started(settings, round_number=0, model=nn.Linear(1, 1))
+    log.stepped(row)
+    log.ended()
+    line = json.loads((tmp_path / "followed" / ROUNDS).read_text())
+    assert line["clients"] == as_read(row)
+
+
 def test_rows_after_the_checkpoint_go_with_their_tables(tmp_path: Path) -> None:
     simulate(tmp_path)
     before = [*read_rows(tmp_path)[0]["clients"]]
