@@ -14,6 +14,9 @@ they do not take each other's cores.
 * ``of_limit`` is by the rounds of a way and of its limit by turns in one process, so that load
   takes its share of both: the median of the ratios. ``--case one-by-one-in-turn:digits:200:40``
   tells the least microseconds a client of each part of a round besides.
+* ``of_typed`` is the same share for a run as it is typed: with ``+out`` it writes its folder, with
+  ``+free`` the planner chooses K (the commands' defaults), and its seconds are all that pass
+  between two rounds (``--case fused+out+free-in-turn:digits:1000:11`` for one alone).
 * ``bare_loop``: client after client, a ``loss.backward()`` for each micro-batch, nothing checked or
   reported. The limit of ``one-by-one``.
 * ``bare_fused``: passes over all clients' examples, and nothing else. The limit of ``fused``.
@@ -32,6 +35,7 @@ import importlib.util
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -55,6 +59,7 @@ PEERS = {"flower_ray": "ray", "pfl": "pfl"}
 SIZES = (("digits", 100, 11), ("digits", 1000, 11), ("images", 40, 5), ("text", 8, 4))
 WORKERS = 2
 SHARED = "one-by-one-in-2"
+TYPED = ("fused+out", "fused+free", "fused+out+free")
 LIMITS = {**dict(zip(WAYS, BARE, strict=True)), SHARED: "bare_loop"}
 IN_TURN = "-in-turn"
 ROUNDS_IN_TURN = 4  # times those of a way alone
@@ -68,6 +73,7 @@ def ours(
     from headwater.simulation.fleet.fleet_spec import with_fleet
     from headwater.simulation.run import run_engine
 
+    way, *typed = way.split("+")
     chosen = {
         "task": work.spec,
         "rounds": rounds,
@@ -80,8 +86,12 @@ def ours(
         "optimizer.name": "sgd",
         "optimizer.learning_rate": work.learning_rate,
     }
-    settings = with_fleet(load(None, chosen))
-    run_engine(settings, on_round=on_round, resume=False)
+    if "free" in typed:
+        chosen = {key: value for key, value in chosen.items() if not key.startswith("plan.")}
+    with tempfile.TemporaryDirectory() as folder:
+        if "out" in typed:
+            chosen["out"] = f"{folder}/run"
+        run_engine(with_fleet(load(None, chosen)), on_round=on_round, resume=False)
 
 
 ENDS: list[float] = []
@@ -93,19 +103,26 @@ def _tick() -> None:
 
 def in_turn(way: str, work: Work, number: int, rounds: int) -> Figures:
     """Run rounds of the whole system and of its limit by turns."""
-    bare_round = _bare_round(LIMITS[way], work, number)
+    bare_round = _bare_round(LIMITS[way.partition("+")[0]], work, number)
     loops_at_once = _loops_at_once(work, number) if way == SHARED else None
     own: list[RoundRow] = []
+    passed: list[float] = []
     limit: list[float] = []
     at_once: list[float] = []
+    ends = [time.perf_counter()]
 
     def after(row: RoundRow) -> None:
         own.append(row)
+        passed.append(time.perf_counter() - ends[-1])
         limit.append(_seconds_of(bare_round))
         if loops_at_once is not None:
             at_once.append(_seconds_of(loops_at_once))
+        ends.append(time.perf_counter())
 
     ours(way, work, number, rounds, on_round=after)
+    if "+" in way:
+        shares = (b / seconds for seconds, b in zip(passed[2:], limit[2:], strict=True))
+        return {"of_limit": statistics.median(shares)}
     own, limit, at_once = own[2:], limit[2:], at_once[2:]  # the first open the data, and warm up
     micro = 1e6 / number
     share = statistics.median(b / row.seconds for row, b in zip(own, limit, strict=True))
@@ -416,6 +433,10 @@ def _beside(
     found["of_limit"] = {
         way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN)["of_limit"]
         for way in in_turn
+    }
+    found["of_typed"] = {
+        way: measure(f"{way}{IN_TURN}", work, number, rounds * ROUNDS_IN_TURN)["of_limit"]
+        for way in TYPED
     }
     for peer in peers:
         found[f"over_{peer}"] = {way: found[way]["rate"] / found[peer]["rate"] for way in WAYS}
