@@ -211,6 +211,10 @@ class Plan(WireMessage):
         return any(one.has_planned_weight for one in self.terms.values())
 
     @property
+    def carries_state(self) -> bool:
+        return any(one.carries_state for one in self.terms.values())
+
+    @property
     def is_private(self) -> bool:
         return any(one.is_private for one in self.terms.values())
 

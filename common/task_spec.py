@@ -110,7 +110,11 @@ def code_of(kind: type[Any]) -> str:
     the class and those of its bases, but not what these import. A base that is installed, and a
     class of a notebook or of the script that Python runs, count by name alone.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(kind.__qualname__.encode())
+    module = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+    if "<locals>" in kind.__qualname__:  # of a function that makes classes: by the names they have
+        names = sorted(name for name, value in module.items() if value is kind)
+        digest.update(" ".join(names).encode())
     for file in dict.fromkeys(_file_of(one, kind) for one in kind.__mro__):
         if file is not None:
             text = file.read_bytes().replace(b"\r\n", b"\n")

@@ -77,6 +77,11 @@ class Terms(BaseModel):
         return False
 
     @property
+    def carries_state(self) -> bool:
+        """Whether what a device keeps of one round enters its update of a later one."""
+        return False
+
+    @property
     def is_private(self) -> bool:
         """Whether the model's sum is under noise, which other sums have none of."""
         return False

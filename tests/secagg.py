@@ -271,7 +271,7 @@ class Cast:
             party = self.parties[name]
             encoded_P, num_clipped = encode_in_place(
                 torch.from_numpy(party.values_P.copy()),
-                weight=opened.session.members[name].planned_weight,
+                weight=max(one.planned_weight for one in opened.session.members.values()),
                 encoding=chosen.encoding,
             )
             total_P += encoded_P

@@ -43,7 +43,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -143,7 +142,6 @@ class ErrorFeedback:
         plan: Plan,
         *,
         weight: int,
-        is_empty: bool,
         label: MaskedLabel,
         was_masked: WasMasked,
     ) -> tuple[Tensor, int]:
@@ -152,8 +150,9 @@ class ErrorFeedback:
         The second value is the carried weight, which follows from plans alone; ``weight`` is what
         the plan allows this update.
 
-        The vector is overwritten: it is the new residual, which is stored as pending. Of a sum that
-        ``is_empty``, or with which the residual overflows, zeros are sent, and the residual stays.
+        The vector is overwritten: it is the new residual, which is stored as pending. Where the
+        residual overflows with the sum, zeros are sent, and its coordinates of this round are lost:
+        what a device still carries follows from plans alone.
         ``was_masked`` says whether the update with a label was masked in a session.
 
         Raises:
@@ -165,13 +164,14 @@ class ErrorFeedback:
         base = self._masked(stored, was_masked) or self._counted(plain, plan)
         if base is not None:
             add_in_chunks(values_P, base.values_P)
-        if is_empty or not all_finite(values_P):
+        is_usable = all_finite(values_P)
+        if not is_usable:
             values_P.zero_()
             if base is not None:
                 add_in_chunks(values_P, base.values_P)
-            sent_K = torch.zeros(positions.number)
-        else:
-            sent_K = positions.gather(values_P)
+        sent_K = positions.gather(values_P)
+        if not is_usable:
+            sent_K.zero_()
         place = _next_place(base, stored)
         carried = 0 if base is None else base.carried_weight
         left = _left_weight(base, weight, plan, len(values_P))

@@ -259,7 +259,6 @@ def _random_coordinates(
             values_P,
             plan,
             weight=device.planned_weight,
-            is_empty=not update.weight,
             label=label,
             was_masked=was_masked,
         )

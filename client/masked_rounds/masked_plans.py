@@ -42,7 +42,8 @@ class MaskedPlans(PlanFeature):
             told, name = told_examples(request, plan), request.identity.name
             check_plan(plan, request.settings.secure, name=name, told_examples=told)
             if not request.is_simulated:  # whose hardware changes from round to round
-                check_time(plan, request.speed, name=name)
+                is_active = request.settings.secure.aggregation == "active"
+                check_time(plan, request.speed, name=name, needs_pace=is_active)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
         if "secagg" not in plan.terms:

@@ -90,7 +90,7 @@ CHECKS = _rows(
     ("own sums", "share_keys", errors.MaskingTooWeak,
      "the sums beside the model's are the plan's, in the finest steps that cannot wrap"),
     ("no overflow", "share_keys", errors.RingCanWrap,
-     "the sum of all planned weights fits the ring, as does each sum beside the model's"),
+     "as many of the largest planned weight fit the ring, as does each sum beside the model's"),
     ("noise", "share_keys", errors.MaskingTooWeak,
      "a private plan's noise counts on no more survivors and no fewer colluders than the client; "
      "bits on the clip norm are masked if the plan asks for them, in the steps that are due"),

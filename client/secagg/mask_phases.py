@@ -212,10 +212,13 @@ def _encode(
         random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
         # A rotation adds up coordinates, which may overflow.
         update = with_usable_values(update, state.device)
-    # The ring has room for each member's planned weight, of which a sum of weight 0 needs some.
+    # The ring has room for each member's planned weight, of which a sum of weight 0 needs some. All
+    # have the bound of the largest: else a small one would show who was clipped, by its quota.
+    members = state.previous.session.members.values()
+    weight = max(member.planned_weight for member in members)
     vector, num_clipped = encode_in_place(
         update.values_P,
-        weight=state.device.planned_weight,
+        weight=weight if state.device.privacy is None else state.device.planned_weight,
         encoding=parameters.encoding,
         random=random,
     )

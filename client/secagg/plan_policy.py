@@ -42,6 +42,9 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
         MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
         MaskingTooWeak: it sends other coordinates than all, or than random ones that all members
             share; or so few of them that what is left out would come to outweigh the update.
+        MaskingTooWeak: what earlier rounds left enters the update (a residual, own parameters), and
+            the device requires active masks: a server that chooses models can have one member
+            bring many rounds, and the others none.
         CohortTooSmall: fewer clients are invited than the device requires in a session.
         CountOutOfRange: it asks for more than a device can list, or weighs the update by more
             examples than the device reported.
@@ -62,6 +65,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"{terms.fraction:g}, and a masked update without "
             f"noise sends all coordinates, or random-k of at least {MIN_MASKED_FRACTION:g}",
             remedy="use --compress random-k on the server, with a larger --compress-fraction",
+        )
+    if plan.carries_state and secure.aggregation == "active":
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: what this device keeps of earlier rounds would enter its "
+            "update, and it requires masks that withstand a server that lies",
+            remedy="leave out --local-parameters, and --compress or its compression.feedback",
         )
     if plan.held_out_fraction:
         raise MaskingTooWeak(
@@ -111,17 +120,24 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
         )
 
 
-def check_time(plan: Plan, pace: Line | None, *, name: str) -> None:
+def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = False) -> None:
     """Check that a masked plan leaves time for its quota.
 
     What a device cannot do in time it leaves out: a server that gives all members but one hardly a
     moment opens that one's update. Each member that follows this refuses such a plan, so the one is
     left without a session. ``pace`` are the seconds of a micro-batch, as the device measured and
-    told them before it held a model of the server's; None if it told none.
+    told them before it held a model of the server's; None if it told none: ``needs_pace`` refuses
+    that, as a server that never asks could then give any time.
 
     Raises:
         MaskingTooWeak: it does not.
     """
+    if pace is None and needs_pace:
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the server has not asked how fast this device is, and "
+            "could give it too little time for its part of the sum",
+            remedy="use a server of this version",
+        )
     limits = (plan.answer_by, plan.deadline_seconds, plan.finish_seconds)
     given = min((seconds for seconds in limits if seconds is not None), default=math.inf)
     needed = 0.0

@@ -209,10 +209,13 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
             f"{device.name}: the clip bound is {encoding.clip:g}, expected "
             f"{floor.min_clip:g} to {floor.max_clip:g}"
         )
-    planned = sum(member.planned_weight for member in members)
+    weights = [member.planned_weight for member in members]
+    each, planned = max(weights), len(weights) * max(weights)
+    if device.privacy is not None:  # each has the bound of its own weight, and noise beside it
+        each, planned = min(weights), sum(weights)
     if encoding.max_weight < planned:
         raise errors.RingCanWrap(
-            f"{device.name}: the ring holds a weight of {encoding.max_weight:,}, the roster plans "
+            f"{device.name}: the ring holds a weight of {encoding.max_weight:,}, the roster needs "
             f"{planned:,}"
         )
     finest = (
@@ -226,11 +229,10 @@ def _check_ring(parameters: Parameters, members: Sequence[Member], device: Parti
         raise errors.MaskingTooWeak(
             f"{device.name}: the encoding is {encoding}; the finest that cannot wrap is {finest}"
         )
-    least = min(members, key=lambda member: member.planned_weight)
-    if encoding.bound(least.planned_weight) < 2**floor.member_bits:
+    if encoding.bound(each) < 2**floor.member_bits:
         raise errors.MaskingTooWeak(
-            f"{device.name}: {least.name} has {encoding.bound(least.planned_weight):,} steps of "
-            f"the ring for a coordinate, at least {2**floor.member_bits:,} are required"
+            f"{device.name}: a member has {encoding.bound(each):,} steps of the ring for a "
+            f"coordinate, at least {2**floor.member_bits:,} are required"
         )
     if parameters.cipher != "chacha20" and not all(member.has_aes for member in members):
         raise errors.MaskingTooWeak(

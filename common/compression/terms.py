@@ -31,6 +31,10 @@ class CompressionTerms(Terms):
     feedback: bool = Field(True, description="add what was not sent to the device's next update")
 
     @property
+    def carries_state(self) -> bool:
+        return self.feedback
+
+    @property
     def is_sparse(self) -> bool:
         """Whether only a part of the coordinates is sent."""
         return self.method in ("top-k", "random-k")

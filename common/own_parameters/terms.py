@@ -17,5 +17,9 @@ class OwnStepTerms(Terms):
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
 
     @property
+    def carries_state(self) -> bool:
+        return True
+
+    @property
     def is_foreseen(self) -> bool:
         return True

@@ -71,6 +71,14 @@ def check_together(
     if secure.aggregation != "off":
         found += _of_masks(secure, plan, local, aggregation, evaluation, simulation)
         found += _of_small_ring(secure, plan, cohort)
+    if secure.aggregation == "active" and model.local_parameters is not None:
+        found.append(
+            SettingsError(
+                "with --local-parameters what a device keeps enters its updates, and devices "
+                "refuse that under active masks: a server that lies can have one outweigh the rest",
+                remedy="use --secure-aggregation semi-honest, or leave out --local-parameters",
+            )
+        )
     if compression.up != "off":
         found += _of_compression(compression, plan, aggregation, secure, privacy)
     found += _of_asynchronous(
@@ -294,6 +302,12 @@ def _of_compression(
             "ring",
             remedy="use --ring-bits 16 instead of --compress, or --compress random-k, which sends "
             "the same coordinates of all",
+        )
+    if secure.aggregation == "active" and compression.feedback:
+        yield SettingsError(
+            f"--compress {up} sends what earlier rounds left with an update, and devices refuse "
+            "that under active masks: a server that lies can have it come from one of them alone",
+            remedy="use --ring-bits 16, or compression.feedback = false, with which it is lost",
         )
     if secure.aggregation != "off" and compression.fraction < MIN_MASKED_FRACTION:
         yield SettingsError(

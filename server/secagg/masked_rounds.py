@@ -278,7 +278,12 @@ class MaskedRounds(RunFeature):
 
         def check(unmasked: UnmaskedSum) -> None:
             check_numbers(unmasked)
-            norms.append(self._norms.check(unmasked, bounds, multiple=self._norm_multiple))
+            is_left = cohort.coding is not None
+            norms.append(
+                self._norms.check(
+                    unmasked, bounds, multiple=self._norm_multiple, may_weigh_nothing=is_left
+                )
+            )
 
         sums = sum_groups(cohort, groups, run_session=run_session, check=check, refuse=refuse)
         before = self._suspicion

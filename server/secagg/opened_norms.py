@@ -65,17 +65,26 @@ class OpenedNorms:
         return OpenedNorms(**{**row, "recent": tuple(row.get("recent", ()))})
 
     def check(
-        self, unmasked: UnmaskedSum, bounds: NDArray[np.float32] | None, *, multiple: float
+        self,
+        unmasked: UnmaskedSum,
+        bounds: NDArray[np.float32] | None,
+        *,
+        multiple: float,
+        may_weigh_nothing: bool = False,
     ) -> float:
         """Return a sum's norm per unit of weight, after both checks; 0 of a sum of weight 0.
 
-        ``bounds`` are the block bounds of a rotated ring.
+        ``bounds`` are the block bounds of a rotated ring. ``may_weigh_nothing`` says that a vector
+        may have no weight, as one that earlier rounds left.
 
         Raises:
-            SumOutOfRange: the sum is beyond one of the two bounds.
+            SumOutOfRange: the sum is beyond one of the two bounds, or has a vector and no weight: a
+                member that takes the others' weights away cannot take their vectors.
         """
         number, weight = len(unmasked.survived), unmasked.numbers[WEIGHT]
         if weight <= 0:
+            if not may_weigh_nothing and unmasked.vector_P.any():
+                raise out_of_range_error(["a vector without a weight"], number)
             return 0.0
         scalars = unmasked.session.parameters.scalars
         squares = merged_sums(unmasked.numbers, scalars, num_devices=number)[SQUARED_NORM]

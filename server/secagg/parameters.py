@@ -160,6 +160,7 @@ def parameters_of(setup: SessionSetup, members: Iterable[Member]) -> Parameters:
 
 def _encoding(setup: SessionSetup, weights: Sequence[int], num_members: int) -> Encoding:
     terms, planned_weight = setup.privacy, sum(weights)
+    ring_weight = len(weights) * max(weights)  # all members have the same bound
     if terms is not None:
         most_groups = len(weights) // MIN_MEMBERS if setup.added_weights else 1
         clip = private_clip(terms, weights, setup.num_values, num_sums=most_groups)
@@ -167,8 +168,8 @@ def _encoding(setup: SessionSetup, weights: Sequence[int], num_members: int) -> 
         check_room(terms, encoding, num_values=setup.num_values, num_members=num_members)
         return encoding
     if setup.ring_bits < 32:
-        return rotated_encoding(max_weight=planned_weight, ring_bits=setup.ring_bits)
-    return plan_encoding(max_weight=planned_weight, clip=setup.clip, ring_bits=setup.ring_bits)
+        return rotated_encoding(max_weight=ring_weight, ring_bits=setup.ring_bits)
+    return plan_encoding(max_weight=ring_weight, clip=setup.clip, ring_bits=setup.ring_bits)
 
 
 def _scalars(setup: SessionSetup, num_devices: int, max_weight: int) -> Iterable[Scalar]:

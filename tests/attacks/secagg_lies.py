@@ -301,8 +301,7 @@ ROSTER = [
     Attack(
         check="steps for each",
         action="share_keys",
-        change=entry(OTHER, planned_weight=1),
-        cast={"floor": Floor(member_bits=28)},
+        change=chosen(encoding=plan_encoding(max_weight=2**40, clip=4.0)),
     ),
     Attack(
         check="noise",  # all must survive, the plan says; the device opens the sum of fewer

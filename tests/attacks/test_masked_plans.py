@@ -14,6 +14,7 @@ import pytest
 
 from headwater.common.errors import HeadwaterError, RoundAborted, SessionMismatch
 from headwater.common.messages import Plan
+from headwater.common.secagg.masked_numbers import bounds_of
 from tests.attacks.secagg_lies import Seen, as_if_of_the_session, chosen
 from tests.client.secagg.cohort import devices
 from tests.faults import FaultPlan
@@ -112,3 +113,25 @@ def test_each_device_its_own_plan_digest_is_another_session_for_each() -> None:
     )
     assert isinstance(played.refused["d001"], SessionMismatch)
     assert "d001" not in played.vectors
+
+
+@pytest.mark.parametrize("quotas", [(3, 5, 7, 11), (8, 8, 8, 8)])
+def test_a_tiny_clip_bound_shows_how_many_were_clipped_and_not_who(quotas: tuple[int, ...]) -> None:
+    """With a bound for each member's own quota, each sum of signs is that of one choice of them."""
+    cohort = devices(len(quotas), secure={"min_quota": 1})
+    plans = [plan(quota=quota, micro_batch_size=quota) for quota in quotas]
+    for device, own in zip(cohort, plans, strict=True):
+        ready(device, own)
+    setup = opening_of(
+        cohort,
+        plans[0],
+        clip=2.0**-60,
+        bounds=bounds_of((), largest_weight=max(quotas), max_examples=max(quotas)),
+        planned_weights={d.name: quota for d, quota in zip(cohort, quotas, strict=True)},
+    )
+    opened = play(cohort, setup).sum
+    bound = opened.session.parameters.encoding.bound(max(quotas))
+    values = opened.vector_P.view(np.int32)
+    saturated = values[np.abs(values) >= bound]
+    assert len(saturated) > 0
+    assert not (saturated % bound).any()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headwater.common.errors import PlanMismatch, RoundAborted, TaskMismatch
-from headwater.common.task_spec import code_of
+from headwater.common.task_spec import code_of, find_task_class
 from tests.client.secagg.cohort import describe
 from tests.masked import NodeDevice, opening_of, plain_sum, plan, play, ready, sum_of
 from tests.processes import Processes, port_of, write_task
@@ -117,3 +117,19 @@ def test_a_masked_run_goes_on_without_a_device_that_has_another_file(tmp_path: P
     first = devices[0].wait_for(r"examples, task Task (\w{12}), server").group(1)
     assert all(codes[name].startswith(f"Task {first}") for name in ("0", "1", "2"))
     assert codes["3"] is None  # it took part in no round
+
+
+def test_two_classes_of_one_function_are_two_tasks(tmp_path: Path) -> None:
+    """Both had the digest of their file: one with a loss of zero opened the other's update."""
+    (tmp_path / "made.py").write_text(
+        "def scaled(factor):\n"
+        "    class Task:\n"
+        "        def new_model(self): ...\n"
+        "        def train_examples(self, *, data, part, num_parts): ...\n"
+        "        def loss_sum(self, model, batch): return factor\n"
+        "    return Task\n"
+        "Real, Zero = scaled(1), scaled(0)\n"
+    )
+    specs = [f"{tmp_path / 'made.py'}:{name}" for name in ("Real", "Zero")]
+    kinds: list[type] = [find_task_class(spec) for spec in specs]
+    assert len(set(map(code_of, kinds))) == 2

@@ -108,3 +108,9 @@ def test_the_speed_by_which_plans_are_checked_outlives_the_process(
     device: Node, tmp_path: Path
 ) -> None:
     assert json.loads((tmp_path / f"pi-{RUN}.json").read_text())["pace"]["each"] > 0
+
+
+def test_a_device_with_active_masks_takes_no_plan_of_a_server_that_never_asked_its_speed() -> None:
+    with pytest.raises(MaskingTooWeak, match="has not asked how fast this device is"):
+        check_time(plan(answer_seconds=1e-6), None, name="pi", needs_pace=True)
+    check_time(plan(answer_seconds=1e-6), None, name="pi")

@@ -60,7 +60,6 @@ class Device:
             self.update.clone(),
             plan,
             weight=WEIGHT,
-            is_empty=is_empty,
             label=label,
             was_masked=lambda one: one.update_id == self.masked,
         )
@@ -79,7 +78,6 @@ class Device:
             torch.zeros(P),
             everything,
             weight=WEIGHT,
-            is_empty=False,
             label=label,
             was_masked=lambda one: one.update_id == self.masked,
         )
@@ -169,25 +167,40 @@ def test_an_update_that_entered_no_session_leaves_the_residual_before() -> None:
     assert torch.equal(device.left(), before)
 
 
-def test_a_residual_that_overflows_is_kept_and_zeros_are_sent() -> None:
-    """A refusal would tell the server something of the examples."""
+def test_where_the_residual_overflows_zeros_are_sent_and_its_coordinates_are_lost() -> None:
+    """A refusal would tell the server of the examples, as would another carried weight."""
     device = Device("pi", np.random.default_rng(0))
     device.train(first := plan_of(1, None, 0.2))
     device.mask(first)
     device.counted = 1
-    before = device.left().clone()
+    expected = device.left().clone()
+    coding_of(plan_of(2, 1, 0.2)).positions(P).gather(expected)
     label = MaskedLabel(update_id="round 2", model="", num_planned_before=0)
     sent_K, _ = device.feedback().gather(
         torch.full((P,), torch.inf),
         plan_of(2, 1, 0.2),
         weight=WEIGHT,
-        is_empty=False,
         label=label,
         was_masked=lambda one: one.update_id == device.masked,
     )
     assert not sent_K.any()
     device.masked, device.counted = "round 2", 2
-    assert torch.equal(device.left(), before)
+    assert torch.equal(device.left(), expected)
+
+
+def test_an_empty_update_sends_what_waits_so_that_no_weight_is_told_away() -> None:
+    """Else a model without gradients would bring the carried weight to 0, and no residual away."""
+    device = Device("pi", np.random.default_rng(0))
+    for number in range(1, 6):
+        device.train(plan := plan_of(number, device.counted, 0.2))
+        device.mask(plan)
+        device.counted = number
+    device.train(whole := plan_of(6, 5, 1.0), is_empty=True)
+    device.mask(whole)
+    device.counted = 6
+    assert not device.left().any()
+    device.train(plan_of(7, 6, 0.2))
+    assert device.carried == 0
 
 
 def test_the_carried_weight_is_the_mean_of_the_weights_since_each_coordinate_was_sent() -> None:

@@ -17,6 +17,7 @@ from headwater.common.errors import OlderTerm, SessionReplayed, StateError, Upda
 from headwater.common.flower import records
 from headwater.common.secagg.protocol import MaskRequest
 from tests.attacks.test_secagg_secrets import forms
+from tests.client.secagg.cohort import describe
 from tests.masked import (
     KEYS,
     RUN,
@@ -203,6 +204,7 @@ def test_no_secret_appears_in_a_log_state_file_context_or_repr(
         }
         task = "/".join([".", *["."] * part, TASK])
         node = NodeDevice(part, tmp_path / "state", task=task, secure=secure)
+        node.send("query.describe", describe())
         ready(node, plan(answer_seconds=0.1))
         watched.append(Watched(node, secrets))
         secrets[f"{node.name} identity"] = b"".join(

@@ -32,6 +32,7 @@ from headwater.common.flower import records
 from headwater.common.secagg.hadamard_rotation import Rotation, first_bounds
 from headwater.common.secagg.protocol import MaskRequest, SurvivorsRequest, UnmaskRequest
 from headwater.common.secagg.secret import Secret
+from tests.client.secagg.cohort import describe
 from tests.faults import FaultPlan
 from tests.masked import (
     ACTIONS,
@@ -342,6 +343,7 @@ def test_a_node_can_require_more_than_the_run(tmp_path: Path) -> None:
     strict = FlowerDevice(0, tmp_path / "0", **{"secure-aggregation": "active"})
     with pytest.raises(MaskingRequired):
         train(strict, plan(is_masked=False))
+    strict.send("query.describe", describe())
     ready(strict, plan(answer_seconds=0.1))
     with pytest.raises(MaskingTooWeak):
         ask(strict, KEYS)

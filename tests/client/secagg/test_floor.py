@@ -18,7 +18,7 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.settings import schema as settings
-from tests.client.secagg.cohort import make_setup
+from tests.client.secagg.cohort import describe, make_setup
 from tests.masked import (
     KEYS,
     TASK,
@@ -96,6 +96,7 @@ def test_identities_come_from_the_files_in_the_node_s_configuration(tmp_path: Pa
         allow_list = tmp_path / ("lacking" if part == 0 else "whole")
         secure = {**ACTIVE, "identity": tmp_path / f"d{part}", "allow_list": allow_list}
         device = NodeDevice(part, tmp_path / f"state{part}", task=TASK, secure=secure)
+        device.send("query.describe", describe())
         ready(device, plan(answer_seconds=0.1))
         cohort.append(device)
     played = play(cohort, opening_of(cohort, plan(), mode="active"))

@@ -14,9 +14,11 @@ from headwater.client.secagg.plan_policy import (
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
+from headwater.common.own_parameters.terms import OwnStepTerms
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings.schema import SecureSettings
+from headwater.common.terms import Terms
 from tests.masked import plan
 
 PENDING = SamplerState().pend(1, SamplerPosition(offset=8))
@@ -120,3 +122,30 @@ def test_a_device_counts_the_colluders_of_a_whole_round_in_each_of_its_sessions(
     few = terms.model_copy(update={"min_colluding": 9})
     with pytest.raises(MaskingTooWeak, match="9 colluding devices"):
         check_plan(plan(num_invited=100, privacy=few), own, name="pi", told_examples=None)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"compression": CompressionTerms(method="random-k", fraction=0.5)},
+        {"own_parameters": OwnStepTerms(learning_rate=1e30)},
+    ],
+)
+def test_nothing_of_earlier_rounds_enters_an_update_under_active_masks(
+    terms: dict[str, Terms],
+) -> None:
+    """With a dead model for the others, one device's residual was the whole of an opened sum."""
+    asked = plan(answer_seconds=1.0)
+    asked = asked.model_copy(update={"terms": {**asked.terms, **terms}})
+    active = SecureSettings(aggregation="active", min_quota=1)
+    with pytest.raises(MaskingTooWeak, match="keeps of earlier rounds would enter its update"):
+        check_plan(asked, active, name="pi", told_examples=None)
+    semi_honest = SecureSettings(aggregation="semi-honest", min_quota=1)
+    check_plan(asked, semi_honest, name="pi", told_examples=None)
+
+
+def test_random_coordinates_without_feedback_go_with_active_masks() -> None:
+    terms = CompressionTerms(method="random-k", fraction=0.5, feedback=False)
+    asked = plan(compression=terms, answer_seconds=1.0)
+    active = SecureSettings(aggregation="active", min_quota=1)
+    check_plan(asked, active, name="pi", told_examples=None)
