@@ -29,6 +29,7 @@ from headwater.common.tree.branch_messages import (
     Refusal,
 )
 from headwater.common.wording import counted
+from headwater.server.aggregation.extra_sums import sums_of
 from headwater.server.enrolment.enrolment_port import enrolment_port
 from headwater.server.enrolment.registry_verifier import RegistryVerifier
 from headwater.server.fleet import BranchSum, Dropout
@@ -192,9 +193,11 @@ class Branch:
         plans, own = message.plans, self._settings.cohort.deadline_seconds
         seconds = message.timeout_seconds
         if seconds is not None:
+            num_values = self._image.layout.num_parameters
+            sums = sums_of(plans.values(), num_values)
             share = devices_share(
                 seconds,
-                upload_bytes=8 * self._image.layout.num_parameters,
+                upload_bytes=8 * (num_values + sum(one.length for one in sums.values())),
                 bytes_per_second=link.upload_bytes_per_second,
             )
             seconds *= share

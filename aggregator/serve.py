@@ -40,6 +40,10 @@ def serve_branch(settings: Settings) -> None:
     above = settings_above(settings)
     addresses = split_addresses(above.client.server)
     credentials = check_addresses(settings, settings.server.listen, metrics=None)
+    if settings.feature.name is not None:  # before a plan with its terms is read
+        from headwater.common.own_feature.found import own_features  # most runs have none
+
+        own_features(settings.feature)
     own = check_addresses(above, *addresses, metrics=None)
     use_one_heap()
     torch.set_num_threads(settings.threads or torch.get_num_threads())

@@ -7,7 +7,7 @@ from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import Settings, flattened
 from headwater.common.settings.sources import load
 
-OWN = ("task", "threads", "plain_text")
+OWN = ("task", "threads", "plain_text", "feature.name")
 OWN_BRANCHES = ("model.", "tls.", "server.listen", "server.enrolment", "server.staging")
 OWN_WAITS = ("cohort.deadline_seconds", "cohort.reconnect_seconds", "cohort.return_seconds")
 

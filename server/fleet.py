@@ -118,6 +118,8 @@ class BranchSum:
 
     name: str
     total: PartialSum = field(repr=False)
+    extra: Mapping[str, PartialSum] = field(default_factory=dict, repr=False)
+    """The sums beside the model's, by name."""
     reports: Sequence[ReportFields] = field(repr=False)
     norms: Mapping[str, float] = field(repr=False)
     outliers: Sequence[str]

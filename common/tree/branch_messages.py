@@ -28,6 +28,7 @@ from headwater.common.messages import (
     WireMessage,
 )
 from headwater.common.settings.fields import Seconds
+from headwater.common.terms import SumOf
 
 MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.branch"
 MAX_MEMBERS = 10_000
@@ -35,8 +36,8 @@ MAX_MEMBERS = 10_000
 MAX_MEMBERS_BYTES = MAX_MEMBERS * 4096
 MAX_PACKED_BYTES = 64 << 20
 MAX_TENSORS = 2**20
-# Bytes of JSON: of a tensor's scale, and of all but the reports.
-TENSOR_BYTES, ANSWER_BYTES = 128, 64 << 10
+# Bytes of JSON: of a tensor's scale, of a sum beside the model's, and of all but the reports.
+TENSOR_BYTES, SUM_BYTES, ANSWER_BYTES = 128, 512, 64 << 10
 
 PerTensor = Annotated[tuple[NotNegative, ...], Field(max_length=MAX_TENSORS)]
 ScaleBits = Annotated[
@@ -81,7 +82,7 @@ class BranchPlans(WireMessage):
         0, description="with fewer answers the round is aborted, so lost devices are awaited longer"
     )
     timeout_seconds: Seconds | None = None
-    answer_bytes: Natural = Field(description="the most bytes of the answer's JSON")
+    answer_bytes: Natural = Field(description="the most bytes of the answer beside the model's sum")
     rules: SumRules | None = Field(None, description="None: the plans are for an evaluation")
 
     @property
@@ -127,6 +128,15 @@ class Refusal(WireMessage):
 Refusals = Annotated[dict[str, Refusal], Field(max_length=2 * MAX_MEMBERS)]
 
 
+class ExtraSum(WireMessage):
+    """What comes with a branch's sum beside the model's: one tensor, added up as the model's."""
+
+    scale_bits: ScaleBits
+    peaks: PerTensor
+    bounds: PerTensor
+    num_shifts: Natural
+
+
 class BranchAnswer(WireMessage):
     """What comes with a branch's sum (``server.fleet.BranchSum``)."""
 
@@ -134,6 +144,9 @@ class BranchAnswer(WireMessage):
     peaks: PerTensor
     bounds: PerTensor
     num_shifts: Natural
+    extra: dict[str, ExtraSum] = Field(
+        default_factory=dict, description="in the order in which they follow the model's sum"
+    )
     reports: Annotated[tuple[UpdateReport, ...], Field(max_length=MAX_MEMBERS)]
     norms: dict[Name, NotNegative]
     outliers: tuple[Name, ...]
@@ -171,7 +184,8 @@ def unpacked(text: str, *, max_bytes: int = MAX_PACKED_BYTES) -> bytes:
     return data
 
 
-def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int) -> int:
-    """Return the most bytes of JSON in which a branch may answer these plans."""
+def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int, sums: Mapping[str, SumOf]) -> int:
+    """Return the most bytes, beside the model's sum, in which a branch may answer these plans."""
     room = sum(plan.head_bytes for plan in plans.values())
-    return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room
+    extra = sum(8 * one.length + SUM_BYTES for one in sums.values())
+    return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room + extra

@@ -138,8 +138,10 @@ class CohortSum:
             num_shifts=self.num_shifts,
         )
 
-    def check_part(self, part: PartialSum, *, name: str, num_updates: int) -> None:
-        """Check a part before any of it is added.
+    def check_part(
+        self, part: PartialSum, *, name: str, num_updates: int, limit: float = LARGEST_VALUE
+    ) -> None:
+        """Check a part before any of it is added; ``limit`` is that of a value in one update.
 
         Raises:
             CorruptUpdate: it is not of this model, or no ``num_updates`` updates have such a sum.
@@ -154,18 +156,19 @@ class CohortSum:
             )
         for t, (start, end) in enumerate(self._layout.spans):
             bound, bits, own = part.bounds[t], part.scale_bits[t], self._opened_bits[t]
-            # A coarser scale than float32 updates need would round all other updates to zero.
-            most = num_updates * LARGEST_VALUE
-            if not (0 <= part.peaks[t] <= bound <= most) or not MIN_SCALE_BITS <= bits <= own:
+            # A coarser scale than these updates need would round all others to zero.
+            needed = min(own, SUM_BITS - math.frexp(bound)[1]) if bound else own
+            most = num_updates * limit
+            if not (0 <= part.peaks[t] <= bound <= most) or bits != needed:
                 raise CorruptUpdate(
                     f"{name}: tensor {t} has the peak {part.peaks[t]}, the bound {bound} and the "
-                    f"scale {bits}; expected 0 <= peak <= bound <= {most:.4g}, and a scale of "
-                    f"{MIN_SCALE_BITS} to {own}"
+                    f"scale {bits}; expected 0 <= peak <= bound <= {most:.4g}, and the scale "
+                    f"{needed}"
                 )
             integers = part.integers_P[start:end]
             largest = max(int(integers.max()), -int(integers.min())) if len(integers) else 0
             # Each update is rounded by at most 1/2, and each shift of the sum by 1/2 once more.
-            if largest > math.ldexp(bound, bits) + num_updates + part.num_shifts:
+            if largest > math.ldexp(bound, bits) + num_updates + (own - bits):
                 raise CorruptUpdate(f"{name}: the sum of tensor {t} is larger than its updates")
 
     def add_part(self, part: PartialSum, weight: int) -> None:

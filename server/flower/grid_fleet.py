@@ -160,7 +160,7 @@ class GridFleet:
         self._expect_replies(sent.replies_needed(num_needed))
         heads = sent.heads(
             trains=True,
-            num_tensors=len(image.layout.spans),
+            layout=image.layout,
             num_needed=num_needed,
             timeout_seconds=timeout_seconds,
         )
@@ -205,7 +205,7 @@ class GridFleet:
         self._expect_replies(0)
         heads = sent.heads(
             trains=False,
-            num_tensors=len(image.layout.spans),
+            layout=image.layout,
             num_needed=0,
             timeout_seconds=timeout_seconds,
         )

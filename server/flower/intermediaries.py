@@ -25,7 +25,7 @@ class SentPlans:
         return num_needed
 
     def heads(
-        self, *, trains: bool, num_tensors: int, num_needed: int, timeout_seconds: float | None
+        self, *, trains: bool, layout: ModelLayout, num_needed: int, timeout_seconds: float | None
     ) -> Mapping[str, WireMessage]:
         """Return what is sent to the other nodes, by name."""
         return {}

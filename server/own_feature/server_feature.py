@@ -144,9 +144,6 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
                 or settings.algorithm.name is not None
             )
         ),
-        "its own code on each device, and --aggregators run none": (
-            settings.simulation.aggregators > 1
-        ),
         "its own code on each device, and --privacy-unit example bounds each example's gradient": (
             found.device is not None
             and settings.privacy.is_on

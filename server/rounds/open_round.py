@@ -316,10 +316,16 @@ class OpenRound:
                 )
             number = len(columns.names)
             self._total.check_part(branch.total, name=branch.name, num_updates=number)
+            weights = self._weights_of_sums(branch)
+            if self.extra is not None:
+                self.extra.check_parts(branch.extra, weights, name=branch.name)
         except UpdateRefused as error:
             self._refuse_updates(columns.names, error)
             return
-        self._total.add_part(branch.total, sum(columns.sent_weight))
+        if all(self.plans[report.name].asks_model for report in branch.reports):
+            self._total.add_part(branch.total, sum(columns.sent_weight))
+        if self.extra is not None:
+            self.extra.add_parts(branch.extra, weights)
         self.norms |= branch.norms
         self.outliers += branch.outliers
         self.accepted |= {report.name: report for report in branch.reports}
@@ -327,11 +333,21 @@ class OpenRound:
         self._unused += [report.unused for report in branch.reports]
         self.clip_bits += branch.clip_bits
 
+    def _weights_of_sums(self, branch: BranchSum) -> dict[str, list[int]]:
+        """Return the weights of the updates that bring each sum beside the model's."""
+        found: dict[str, list[int]] = {}
+        for report in branch.reports:
+            if (plan := self.plans[report.name]).terms:
+                for key in plan.extra_sums(len(branch.total.integers_P)).of:
+                    found.setdefault(key, []).append(report.weight)
+        return found
+
     def branch_sum(self, name: str) -> BranchSum:
         """Return this round as the answer of the aggregator that ran it."""
         return BranchSum(
             name=name,
             total=self._total.part(),
+            extra={} if self.extra is None else self.extra.parts(),
             reports=tuple(chain(self._reports, *self._batches)),
             norms=self.norms,
             outliers=self.outliers,

@@ -25,7 +25,7 @@ from headwater.common.model.vectors import all_finite, squared_norm, zero_tensor
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
-from headwater.common.terms import KINDS, SumOf
+from headwater.common.terms import KINDS
 from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import false_figures, without_figures
 from headwater.server.aggregation.cohort_sum import CohortSum
@@ -259,14 +259,22 @@ class Training:
             )
 
     def _check_holder(self, opening: Opening, *, before: Holder | None) -> None:
-        """Check that the updates have one holder, and none where the sum alone is protected.
+        """Check that the updates have one holder, and none where there is their sum alone.
 
         Raises:
-            SettingsError: a mean of held updates would have no noise, or see what masks hide.
+            SettingsError: a mean of held updates would have no noise, or see what masks hide; or
+                an aggregator may add the updates.
         """
         if opening.held is None or opening.held is before:
             return
         others = {"privacy", "secagg"} & self.features.keys()
+        settings = self.settings
+        has_branches = settings.simulation.aggregators > 1 or settings.server.aggregators
+        if has_branches and "robust" not in self.features:  # a rule takes no aggregators
+            raise SettingsError(
+                "a feature holds the updates one by one, and an aggregator sends their sum",
+                remedy="leave out --feature, or --aggregators and --trusted-aggregators",
+            )
         if before is not None or others:
             raise SettingsError(
                 "a feature holds the updates one by one, and "
@@ -277,20 +285,11 @@ class Training:
 
     def _extra_sums(self, plans: Iterable[Plan]) -> ExtraSums | None:
         """Return what adds up the sums beside the model's; None if no plan asks for one."""
-        kinds = {tuple(map(id, plan.terms.values())): plan for plan in plans if plan.terms}
-        number, asked = self.image.layout.num_parameters, dict[str, SumOf]()
-        for plan in kinds.values():
-            for key, one in plan.extra_sums(number).of.items():
-                if asked.setdefault(key, one) != one:
-                    raise SettingsError(
-                        f"the plans of round {self.round + 1} ask for unlike sums {key!r}",
-                        remedy="give sums that differ from client to client names of their own",
-                    )
-        if not asked:
+        if not (asking := [plan for plan in plans if plan.terms]):
             return None
         from headwater.server.aggregation.extra_sums import ExtraSums  # few rounds have some
 
-        return ExtraSums(asked)
+        return ExtraSums.of(asking, self.image.layout.num_parameters)
 
     def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
         """Return what an aggregator needs for its devices' part of the open round."""

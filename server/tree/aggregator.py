@@ -12,6 +12,7 @@ from headwater.common.errors import LateUpdate
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.extra_sums import ExtraSums
 from headwater.server.fleet import BranchOrder, BranchSum, Fleet
 from headwater.server.rounds.open_round import OpenRound
 
@@ -23,6 +24,7 @@ class Aggregator:
         """Serve the devices of a fleet that are in the orders; the image is the model's layout."""
         self._name = name
         self._fleet = fleet
+        self._num_values = image.layout.num_parameters
         self._total = CohortSum(image.layout)
 
     def train(
@@ -47,6 +49,7 @@ class Aggregator:
             owned={},  # for the noise scale, which the server above estimates from the reports
             norm_watch=order.norm_watch,
             beyond_norm=order.beyond_norm,
+            extra=ExtraSums.of(order.plans.values(), self._num_values),
         )
         answers = self._fleet.train(
             order.plans, image, num_needed=num_needed, timeout_seconds=timeout_seconds

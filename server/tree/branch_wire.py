@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
 from headwater.common.messages import MAX_FAULTS, EvaluateReport, Plan, UpdateReport
 from headwater.common.model.layout import ModelLayout
+from headwater.common.terms import SumOf
 from headwater.common.tree.branch_messages import (
     BranchAnswer,
     BranchEvaluation,
     BranchHead,
     BranchPlans,
+    ExtraSum,
     Members,
     Refusal,
     SumRules,
@@ -28,6 +31,7 @@ from headwater.common.tree.branch_messages import (
     packed,
 )
 from headwater.server.aggregation.cohort_sum import PartialSum
+from headwater.server.aggregation.extra_sums import sums_of
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.fleet import BranchOrder, BranchSum, Dropout
 
@@ -49,14 +53,14 @@ def branch_plans(
     plans: Mapping[str, Plan],
     order: BranchOrder | None,
     *,
-    num_tensors: int,
+    layout: ModelLayout,
     num_needed: int,
     timeout_seconds: float | None,
 ) -> BranchPlans:
     """Return the message with a branch's plans; ``order`` is None for an evaluation."""
-    rules = None
+    rules, sums = None, dict[str, SumOf]()
     if order is not None:
-        watch = order.norm_watch
+        watch, sums = order.norm_watch, sums_of(plans.values(), layout.num_parameters)
         rules = SumRules(
             scale_bits=order.scale_bits,
             max_weight_per_example=order.max_weight_per_example,
@@ -68,7 +72,7 @@ def branch_plans(
         packed_plans=packed(plans),
         num_needed=num_needed,
         timeout_seconds=timeout_seconds,
-        answer_bytes=answer_bytes(plans, num_tensors=num_tensors),
+        answer_bytes=answer_bytes(plans, num_tensors=len(layout.spans), sums=sums),
         rules=rules,
     )
 
@@ -103,6 +107,7 @@ def sum_payload(branch: BranchSum) -> tuple[BranchHead, bytes]:
         peaks=total.peaks,
         bounds=total.bounds,
         num_shifts=total.num_shifts,
+        extra={key: _told(part) for key, part in branch.extra.items()},
         reports=tuple(cast(Iterable[UpdateReport], branch.reports)),
         norms=dict(branch.norms),
         outliers=tuple(branch.outliers),
@@ -110,9 +115,29 @@ def sum_payload(branch: BranchSum) -> tuple[BranchHead, bytes]:
         refused={name: Refusal.of(error) for name, error in branch.refused.items()},
         refusals=dict(branch.refusals),
     )
-    integers = total.integers_P.astype("<i8", copy=False)
-    head = BranchHead(name=branch.name, sum_bytes=integers.nbytes)
-    return head, b"".join((integers.data, _json(answer)))
+    parts = (total, *branch.extra.values())
+    integers = [part.integers_P.astype("<i8", copy=False) for part in parts]
+    head = BranchHead(name=branch.name, sum_bytes=sum(one.nbytes for one in integers))
+    return head, b"".join((*(one.data for one in integers), _json(answer)))
+
+
+def _told(part: PartialSum) -> ExtraSum:
+    return ExtraSum(
+        scale_bits=part.scale_bits,
+        peaks=part.peaks,
+        bounds=part.bounds,
+        num_shifts=part.num_shifts,
+    )
+
+
+def _part(told: BranchAnswer | ExtraSum, integers: NDArray[np.int64]) -> PartialSum:
+    return PartialSum(
+        integers_P=integers,
+        scale_bits=told.scale_bits,
+        peaks=told.peaks,
+        bounds=told.bounds,
+        num_shifts=told.num_shifts,
+    )
 
 
 def evaluation_payload(name: str, answer: BranchEvaluation) -> tuple[BranchHead, bytes]:
@@ -128,14 +153,15 @@ def members_payload(name: str, members: Members) -> tuple[BranchHead, bytes]:
 def read_sum(
     head: BranchHead, vector: memoryview | bytes, plans: Mapping[str, Plan], layout: ModelLayout
 ) -> BranchSum:
-    """Return the sum in an answer; its integers are a view of the vector.
+    """Return the sums in an answer; their integers are views of the vector.
 
     A device that the answer does not mention is among the refused.
 
     Raises:
         CorruptUpdate: the answer is malformed, or names a device without a plan among ``plans``.
     """
-    expected = 8 * layout.num_parameters
+    asked = sums_of(plans.values(), layout.num_parameters)
+    expected = 8 * (layout.num_parameters + sum(one.length for one in asked.values()))
     if head.sum_bytes != expected or len(vector) < expected:
         raise CorruptUpdate(
             f"{head.name}: a sum of {head.sum_bytes:,} bytes in {len(vector):,}, expected "
@@ -148,15 +174,22 @@ def read_sum(
     _check_named(head.name, named, plans)
     if len(answer.clip_bits) > len(reported):
         raise CorruptUpdate(f"{head.name}: more bits on the clip norm than updates")
+    if answer.extra.keys() != asked.keys():
+        raise CorruptUpdate(
+            f"{head.name}: it sent the sums {', '.join(answer.extra) or 'none'}, its plans ask for "
+            f"{', '.join(asked) or 'none'}",
+            remedy="start the aggregator with the same --feature as the server above",
+        )
+    lengths = [layout.num_parameters, *(asked[key].length for key in answer.extra)]
+    integers = np.frombuffer(vector[:expected], dtype="<i8")
+    total, *extra = np.split(integers, np.cumsum(lengths)[:-1])
     return BranchSum(
         name=head.name,
-        total=PartialSum(
-            integers_P=np.frombuffer(vector[:expected], dtype="<i8"),
-            scale_bits=answer.scale_bits,
-            peaks=answer.peaks,
-            bounds=answer.bounds,
-            num_shifts=answer.num_shifts,
-        ),
+        total=_part(answer, total),
+        extra={
+            key: _part(told, own)
+            for (key, told), own in zip(answer.extra.items(), extra, strict=True)
+        },
         reports=answer.reports,
         norms=answer.norms,
         outliers=answer.outliers,

@@ -96,14 +96,14 @@ class DividedPlans(SentPlans):
         return replies_needed(self.sizes, num_needed)
 
     def heads(
-        self, *, trains: bool, num_tensors: int, num_needed: int, timeout_seconds: float | None
+        self, *, trains: bool, layout: ModelLayout, num_needed: int, timeout_seconds: float | None
     ) -> Mapping[str, WireMessage]:
         num_plans = sum(self.sizes)
         return {
             name: branch_plans(
                 own,
                 self._order(own) if trains else None,
-                num_tensors=num_tensors,
+                layout=layout,
                 num_needed=max(num_needed - (num_plans - len(own)), 0),
                 timeout_seconds=timeout_seconds,
             )

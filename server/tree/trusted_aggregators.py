@@ -12,8 +12,6 @@ from headwater.common.settings.schema import Settings
 def refusal_of_branch(settings: Settings) -> Callable[[str], AggregatorRefused | None]:
     """Return which devices may not be aggregators of a run, and why."""
     why = why_no_branches(settings.secure, settings.aggregation, settings.asynchronous)
-    if settings.feature.name is not None:
-        why = "an aggregator runs no feature of your own: leave out --feature"
     trusted = {name.strip() for name in (settings.server.aggregators or "").split(",")}
 
     def refusal(name: str) -> AggregatorRefused | None:

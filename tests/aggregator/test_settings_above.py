@@ -28,6 +28,7 @@ UPSTREAM = {"upstream": "10.0.0.1:8500,10.0.0.2:8500"}
         ({"compression": {"up": "int8"}}, "--compress"),
         ({"local": {"steps": 4}}, "--local-steps"),
         ({"optimizer": {"arguments": {"momentum": 0.9}}}, "momentum"),
+        ({"feature": {"name": "x.py:X", "arguments": {"mu": 0.1}}}, "mu"),
         ({"standby": {"shared_state": "/shared"}}, "--shared-state"),
         ({"server": {**UPSTREAM, "page": "127.0.0.1:8600"}}, "--page"),
     ],
@@ -49,6 +50,7 @@ def test_what_init_writes_and_the_waits_for_devices_are_an_aggregator_s_own() ->
                 "cohort": {"deadline_seconds": 60.0, "reconnect_seconds": 10.0},
                 "tls": files,
                 "model": {"batch_norm": "group"},
+                "feature": {"name": "x.py:Feature"},
             }
         )
     )

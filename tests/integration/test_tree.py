@@ -11,6 +11,7 @@ from tests.processes import Process, Processes, free_port, model_digest, port_of
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_DEVICES = 4
 SETTINGS = ("--rounds", 3, "--accumulation-steps", 3, "--micro-batch-size", 8)
 ADAM = ("--optimizer", "adam", "--learning-rate", 0.01, "--evaluate-on-devices")
@@ -61,3 +62,28 @@ def test_a_tree_makes_the_simulators_model_byte_for_byte_with_tls_on_each_level(
     assert [[row[key] for key in told] for row in rows(tmp_path / "out")] == [
         [row[key] for key in told] for row in rows(flat)
     ]
+
+
+def test_a_feature_s_sums_pass_through_an_aggregator_with_the_simulators_bits(
+    tmp_path: Path,
+) -> None:
+    """Two devices are the aggregator's, the third is the server's own."""
+    task = write_task(tmp_path).spec
+    feature = ("--feature", f"{ROOT / 'examples' / 'extensions' / 'scaffold.py'}:Scaffold")
+    local = ("--local-steps", 2, "--optimizer", "sgd", "--learning-rate", 1, *SETTINGS, *feature)
+    with Processes(tmp_path) as processes:
+        needed = ("--min-clients", 3, "--trusted-aggregators", "north")
+        root = processes.server(*local, *needed, task=task)
+        above, below = port_of(root), free_port()
+        up = ("--upstream", f"127.0.0.1:{above}")
+        named = ("--upstream-config", above_file(tmp_path, "north", None))
+        own = ("--listen", f"127.0.0.1:{below}", "--task", task, "--threads", 1, *feature)
+        others = [processes.start("server", *own, *up, *named)]
+        for part, port in enumerate((below, below, above)):
+            others.append(processes.client(port, part, "--num-parts", 3, *feature, task=task))
+        for process in (root, *others):
+            process.succeed()
+        flat = tmp_path / "flat"
+        more = ("--clients", 3, "--threads", 1, "--out", flat, "--task", task)
+        processes.run("simulation", *local, *more).succeed()
+    assert model_digest(tmp_path / "out") == model_digest(flat)

@@ -47,7 +47,7 @@ KNOWS: dict[str, set[str]] = {
     "privacy": {"local_training", "secagg"},
     "secagg": {"compression", "frozen", "local_training", "privacy"},
     "standby": {"privacy"},
-    "tree": {"energy", "enrolment", "frozen"},
+    "tree": {"energy", "enrolment", "frozen", "own_feature"},
 }
 """The features that each imports, beside the core. Masks and noise know each other, and no other
 two do: the ring must hold the noise (``server.secagg.parameters._encoding``), and each member's

@@ -237,6 +237,9 @@ def test_a_branch_counts_for_its_devices(tmp_path: Path) -> None:
         {"bounds": (float("nan"),) * len(LAYOUT.spans)},
         {"bounds": (float("inf"),) * len(LAYOUT.spans)},
         {"peaks": (-1.0,) * len(LAYOUT.spans)},
+        # A scale at which the other updates would be rounded to zero.
+        {"scale_bits": (-100,) * len(LAYOUT.spans), "integers_P": np.zeros(SIZE, dtype=np.int64)},
+        {"integers_P": np.full(SIZE, 1 << 60), "num_shifts": 1 << 60},
     ],
 )
 def test_a_sum_that_no_updates_have_is_refused_whole(wrong: dict[str, Any]) -> None:

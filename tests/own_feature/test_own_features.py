@@ -358,7 +358,7 @@ def test_a_value_beyond_its_limit_costs_its_sender_the_round_and_others_nothing(
     ("feature", "more", "text"),
     [
         ("Robust", {}, "taken|name of one that Headwater has"),
-        ("Counts", {"settings": {"simulation.aggregators": 2}}, "--aggregators"),
+        ("Holds", {"clients": 5, "settings": {"simulation.aggregators": 2}}, "an aggregator sends"),
         ("Counts", {"aggregation": "median", "clients": 5}, "--aggregation"),
         ("Holds", {"aggregation": "median", "clients": 5}, "another does too"),
         ("Holds", {"clients": 5, "secure_aggregation": "semi-honest"}, "protects their sum"),

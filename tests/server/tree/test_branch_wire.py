@@ -120,7 +120,7 @@ def test_a_branch_s_sum_is_the_same_behind_the_wire(names: set[str], seed: int) 
 def test_an_order_is_the_same_behind_the_wire(watch: NormWatch | None) -> None:
     plans = plans_of("a", "b")
     sent = order(plans, watch=watch)
-    message = branch_plans(plans, sent, num_tensors=4, num_needed=1, timeout_seconds=2.5)
+    message = branch_plans(plans, sent, layout=LAYOUT, num_needed=1, timeout_seconds=2.5)
     found = BranchPlans.model_validate_json(message.model_dump_json(exclude_none=True))
     assert found.plans == plans
     assert order_in(found, found.plans) == sent
@@ -199,7 +199,7 @@ def test_the_longest_answer_fits_in_the_bytes_that_are_expected(number: int, quo
         refusals={},
     )
     num_bytes = len(answer.model_dump_json(exclude_none=True))
-    assert num_bytes <= answer_bytes(plans, num_tensors=len(LAYOUT.spans))
+    assert num_bytes <= answer_bytes(plans, num_tensors=len(LAYOUT.spans), sums={})
 
 
 @pytest.mark.parametrize(
