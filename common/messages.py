@@ -88,6 +88,12 @@ FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 FeatureName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,79}$")]
 
+NamedTerms = Annotated[
+    dict[FeatureName, SerializeAsAny[Terms]],
+    Field(max_length=MAX_FEATURES),
+    BeforeValidator(read_terms),
+]
+
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]
 MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
 MetricNames = Annotated[tuple[MetricName, ...], Field(max_length=MAX_METRICS)]
@@ -174,11 +180,7 @@ class Plan(WireMessage):
         None, description="the model's frozen part, which the device has; None if it has none"
     )
     reason: Annotated[str, Field(max_length=320)] = "as set"
-    terms: Annotated[
-        dict[FeatureName, SerializeAsAny[Terms]],
-        Field(max_length=MAX_FEATURES),
-        BeforeValidator(read_terms),
-    ] = Field(default_factory=dict, description="what features ask, by their names")
+    terms: NamedTerms = Field(default_factory=dict, description="what features ask, by their names")
 
     def of(self, kind: type[TermsT]) -> TermsT | None:
         """Return a feature's terms; None if it asks nothing."""

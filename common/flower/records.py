@@ -58,10 +58,7 @@ def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
     Raises:
         SettingsError: a plan's terms are longer than a message may be.
     """
-    try:
-        head = data.model_dump_json(exclude_none=True)
-    except PydanticSerializationError as error:  # a tensor that says so itself
-        raise SettingsError(str(error), remedy=SHORTER_TERMS) from error
+    head = json_text(data)
     if isinstance(data, Plan) and len(head) > MAX_HEAD_CHARACTERS:
         raise SettingsError(
             f"a plan of {len(head):,} characters with its terms ({', '.join(data.terms)}), and a "
@@ -69,6 +66,18 @@ def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
             remedy=SHORTER_TERMS,
         )
     return content_with_head(head, array)
+
+
+def json_text(data: BaseModel) -> str:
+    """Return a message's data as JSON.
+
+    Raises:
+        SettingsError: a tensor in it is longer than a message may be.
+    """
+    try:
+        return data.model_dump_json(exclude_none=True)
+    except PydanticSerializationError as error:  # a tensor that says so itself
+        raise SettingsError(str(error), remedy=SHORTER_TERMS) from error
 
 
 def content_with_head(head: str, array: Array | None) -> RecordDict:

@@ -11,16 +11,19 @@ import base64
 import binascii
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from headwater.common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
+from headwater.common.flower.records import json_text
 from headwater.common.messages import (
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
     Name,
+    NamedTerms,
     Natural,
     NotNegative,
     Plan,
@@ -28,7 +31,7 @@ from headwater.common.messages import (
     WireMessage,
 )
 from headwater.common.settings.fields import Seconds
-from headwater.common.terms import SumOf
+from headwater.common.terms import SumOf, named
 
 MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.branch"
 MAX_MEMBERS = 10_000
@@ -46,7 +49,6 @@ ScaleBits = Annotated[
 Code = Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9_]+$")]
 """The name of an error's class."""
 Plans = Annotated[dict[Name, Plan], Field(max_length=MAX_MEMBERS)]
-_PLANS: TypeAdapter[dict[str, Plan]] = TypeAdapter(Plans)
 
 
 class MembersRequest(WireMessage):
@@ -74,6 +76,46 @@ class SumRules(WireMessage):
     beyond_norm: Literal["refuse", "clip", "keep"]
 
 
+class SharedPlans(WireMessage):
+    """The plans of a branch, with terms that several of them have written once."""
+
+    plans: Plans = Field(description="without their terms")
+    terms: tuple[NamedTerms, ...] = Field(description="one in each")
+    asked: dict[Name, tuple[Natural, ...]] = Field(description="the places of a plan's terms")
+
+    @classmethod
+    def of(cls, plans: Mapping[str, Plan]) -> SharedPlans:
+        """Return plans with each object among their terms once."""
+        shared = {id(one): one for plan in plans.values() for one in plan.terms.values()}
+        places = {number: at for at, number in enumerate(shared)}
+        return cls(
+            plans={
+                name: plan.model_copy(update={"terms": {}}) if plan.terms else plan
+                for name, plan in plans.items()
+            },
+            terms=tuple(named(one) for one in shared.values()),
+            asked={
+                name: tuple(places[id(one)] for one in plan.terms.values())
+                for name, plan in plans.items()
+                if plan.terms
+            },
+        )
+
+    def each(self) -> dict[str, Plan]:
+        """Return the plans with their terms.
+
+        Raises:
+            CorruptUpdate: a plan has terms that are not here.
+        """
+        found = dict(self.plans)
+        for name, places in self.asked.items():
+            if name not in found or max(places, default=0) >= len(self.terms):
+                raise CorruptUpdate(f"packed plans: {name} has no plan, or terms that are not here")
+            terms = chain.from_iterable(self.terms[at].values() for at in places)
+            found[name] = found[name].asking(*terms)
+        return found
+
+
 class BranchPlans(WireMessage):
     """An aggregator's part of a round: its devices' plans."""
 
@@ -93,7 +135,7 @@ class BranchPlans(WireMessage):
             CorruptUpdate: they cannot be unpacked, or one of them is no plan.
         """
         try:
-            return _PLANS.validate_json(unpacked(self.packed_plans))
+            return SharedPlans.model_validate_json(unpacked(self.packed_plans)).each()
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(step) for step in first["loc"])
@@ -163,8 +205,12 @@ class BranchEvaluation(WireMessage):
 
 
 def packed(plans: Mapping[str, Plan]) -> str:
-    """Return plans as compressed text."""
-    data = _PLANS.dump_json(dict(plans), exclude_none=True)
+    """Return plans as compressed text.
+
+    Raises:
+        SettingsError: a tensor of their terms is longer than a message may be.
+    """
+    data = json_text(SharedPlans.of(plans)).encode()
     return base64.b64encode(zlib.compress(data)).decode("ascii")
 
 

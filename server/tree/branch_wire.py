@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate
+from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate, SettingsError
+from headwater.common.flower.records import MAX_HEAD_CHARACTERS, SHORTER_TERMS
 from headwater.common.messages import MAX_FAULTS, EvaluateReport, Plan, UpdateReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.terms import SumOf
@@ -30,6 +31,7 @@ from headwater.common.tree.branch_messages import (
     answer_bytes,
     packed,
 )
+from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.extra_sums import sums_of
 from headwater.server.aggregation.norm_watch import NormWatch
@@ -57,7 +59,11 @@ def branch_plans(
     num_needed: int,
     timeout_seconds: float | None,
 ) -> BranchPlans:
-    """Return the message with a branch's plans; ``order`` is None for an evaluation."""
+    """Return the message with a branch's plans; ``order`` is None for an evaluation.
+
+    Raises:
+        SettingsError: the plans are longer than a message may be.
+    """
     rules, sums = None, dict[str, SumOf]()
     if order is not None:
         watch, sums = order.norm_watch, sums_of(plans.values(), layout.num_parameters)
@@ -68,8 +74,15 @@ def branch_plans(
             largest_median=None if watch is None else watch.largest_median,
             beyond_norm=order.beyond_norm,
         )
+    text = packed(plans)
+    if len(text) > MAX_HEAD_CHARACTERS:
+        raise SettingsError(
+            f"the {counted(len(plans), 'plan')} of an aggregator's devices have {len(text):,} "
+            f"characters with their terms, and a message has room for {MAX_HEAD_CHARACTERS:,}",
+            remedy=SHORTER_TERMS,
+        )
     return BranchPlans(
-        packed_plans=packed(plans),
+        packed_plans=text,
         num_needed=num_needed,
         timeout_seconds=timeout_seconds,
         answer_bytes=answer_bytes(plans, num_tensors=len(layout.spans), sums=sums),

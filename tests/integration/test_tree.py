@@ -67,8 +67,12 @@ def test_a_tree_makes_the_simulators_model_byte_for_byte_with_tls_on_each_level(
 def test_a_feature_s_sums_pass_through_an_aggregator_with_the_simulators_bits(
     tmp_path: Path,
 ) -> None:
-    """Two devices are the aggregator's, the third is the server's own."""
-    task = write_task(tmp_path).spec
+    """Two devices are the aggregator's, the third is the server's own.
+
+    The plan of one has a tensor of 448 kB, 597 kB in base64: those of two fit in a message, of
+    1 MiB, if they have it once.
+    """
+    task = write_task(tmp_path, hidden=16_000).spec
     feature = ("--feature", f"{ROOT / 'examples' / 'extensions' / 'scaffold.py'}:Scaffold")
     local = ("--local-steps", 2, "--optimizer", "sgd", "--learning-rate", 1, *SETTINGS, *feature)
     with Processes(tmp_path) as processes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,13 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.errors import ConnectionLost, CorruptUpdate
+from headwater.common.errors import ConnectionLost, CorruptUpdate, SettingsError
 from headwater.common.messages import Plan, Step, Update, UpdateReport
 from headwater.common.model.parameters import build_model
+from headwater.common.sums.tensor_field import Values
+from headwater.common.terms import SumOf, Terms, register
 from headwater.common.tree.branch_messages import (
+    ANSWER_BYTES,
     BranchAnswer,
     BranchHead,
     BranchPlans,
+    ExtraSum,
+    SharedPlans,
     answer_bytes,
     packed,
     unpacked,
@@ -177,6 +184,51 @@ def test_packed_plans_may_not_expand_without_limit() -> None:
         unpacked(text, max_bytes=num_bytes - 1)
 
 
+class Drift(Terms):
+    """Terms with a tensor, which cannot be compressed."""
+
+    NAME = "drift"
+    variate: Values
+    number: int = 0
+
+
+def drift(num_values: int, *, seed: int = 0) -> Drift:
+    return Drift(variate=torch.randn(num_values, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_terms_that_many_plans_have_are_sent_once() -> None:
+    register(Drift)
+    shared, own, size = drift(40_000), drift(1_000, seed=1), 4 * 40_000 + 4 * 1_000
+    plans = {name: plan.asking(shared) for name, plan in plans_of(*"abcdefgh").items()}
+    plans |= {name: plan.asking(own) for name, plan in plans_of("x").items()} | plans_of("y")
+    message = branch_plans(plans, None, layout=LAYOUT, num_needed=0, timeout_seconds=None)
+    # Base64 has four characters for three bytes; here twice, as a tensor is JSON before.
+    assert len(message.packed_plans) < (4 / 3) ** 2 * size + 4_000
+    assert {name: str(plan) for name, plan in message.plans.items()} == {
+        name: str(plan) for name, plan in plans.items()
+    }
+    found = [one.of(Drift) for one in message.plans.values()]
+    assert [one and len(one.variate) for one in found] == [40_000] * 8 + [1_000, None]
+    assert found[0] is found[7]
+
+
+@pytest.mark.parametrize("sizes", [(100_000, 100_000, 100_000), (200_000,)])
+def test_plans_that_are_longer_than_a_message_are_refused_by_name(sizes: Sequence[int]) -> None:
+    terms = [drift(size, seed=seed) for seed, size in enumerate(sizes)]
+    plans = {str(at): plans_of("a")["a"].asking(one) for at, one in enumerate(terms)}
+    with pytest.raises(SettingsError, match="has room for"):
+        branch_plans(plans, None, layout=LAYOUT, num_needed=0, timeout_seconds=None)
+
+
+def test_packed_plans_whose_terms_are_not_there_are_refused() -> None:
+    plans = plans_of("a")
+    for asked in ({"a": (0,)}, {"b": ()}):
+        text = SharedPlans(plans=plans, terms=(), asked=asked).model_dump_json(exclude_none=True)
+        packed_text = base64.b64encode(zlib.compress(text.encode())).decode()
+        with pytest.raises(CorruptUpdate, match="terms that are not here"):
+            _ = BranchPlans(packed_plans=packed_text, answer_bytes=0).plans
+
+
 @given(st.integers(1, 4), st.integers(1, 300))
 def test_the_longest_answer_fits_in_the_bytes_that_are_expected(number: int, quota: int) -> None:
     plans = plans_of(*(str(device) for device in range(number)), quota=quota)
@@ -200,6 +252,14 @@ def test_the_longest_answer_fits_in_the_bytes_that_are_expected(number: int, quo
     )
     num_bytes = len(answer.model_dump_json(exclude_none=True))
     assert num_bytes <= answer_bytes(plans, num_tensors=len(LAYOUT.spans), sums={})
+
+
+def test_a_sum_beside_the_model_s_fits_in_the_bytes_that_are_expected() -> None:
+    longest = (1.2345678901234567e-99,)
+    told = ExtraSum(scale_bits=(-(2**15),), peaks=longest, bounds=longest, num_shifts=2**53)
+    name, sums = "x" * 100, {"x" * 100: SumOf(length=3)}
+    num_bytes = len(f'"{name}":{told.model_dump_json()},') + 8 * 3
+    assert num_bytes <= answer_bytes({}, num_tensors=0, sums=sums) - ANSWER_BYTES
 
 
 @pytest.mark.parametrize(
