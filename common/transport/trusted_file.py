@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 
@@ -53,7 +54,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(path: Path, found: os.stat_result, *, is_secret: bool) -> None:
-    if os.name != "posix":
+    if sys.platform == "win32":
         return
     trusted, mode = (0, os.geteuid()), stat.S_IMODE(found.st_mode)
     for one in (path.lstat(), found):

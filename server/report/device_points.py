@@ -89,15 +89,5 @@ def _of_rows(rows: Sequence[Any], fields: Mapping[str, str]) -> dict[str, list[A
 
 def _of_reports(rows: ClientRows) -> dict[str, list[Any]]:
     """Return what ``_of_rows`` would, without making a row with all its steps for each client."""
-    reports = rows.reports
-    return {
-        "name": [report.name for report in reports],
-        "k": [report.num_steps for report in reports],
-        "size": [report.micro_batch_size for report in reports],
-        "examples": [report.num_examples for report in reports],
-        "seconds": [report.seconds for report in reports],
-        "loss": [report.loss_sum / report.weight for report in reports],
-        "memory": [report.peak_bytes for report in reports],
-        "reason": [report.reason for report in reports],
-        "plan": [rows.plans[report.name].reason for report in reports],
-    }
+    figures = rows.figures()
+    return {name: [*figures[field]] for name, field in PLAIN.items()}

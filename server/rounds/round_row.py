@@ -247,6 +247,10 @@ class ClientRows(Sequence[ClientRow]):
 
         The steps' figures are lists of all clients' steps, ``num_steps`` of each.
         """
+        return self.figures() | self._steps()
+
+    def figures(self) -> dict[str, Sequence[Any]]:
+        """Return each figure of all clients but those of their steps."""
         reports, plans = self.reports, self.plans
         return {
             "name": [one.name for one in reports],
@@ -262,7 +266,6 @@ class ClientRows(Sequence[ClientRow]):
             "plan": [plans[one.name].reason for one in reports],
             "num_joined": [one.num_joined for one in reports],
             "num_left": [one.num_left for one in reports],
-            **self._steps(),
         }
 
     def _steps(self) -> dict[str, Sequence[Any]]:
