@@ -54,7 +54,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(path: Path, found: os.stat_result, *, is_secret: bool) -> None:
-    if sys.platform == "win32":
+    if sys.platform == "win32" or not hasattr(os, "geteuid"):
         return
     trusted, mode = (0, os.geteuid()), stat.S_IMODE(found.st_mode)
     for one in (path.lstat(), found):
