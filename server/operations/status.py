@@ -23,7 +23,6 @@ from rich.text import Text
 from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.task_spec import short_code
 from headwater.common.wording import counted, duration_text, names_text, natural
 from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import sqlite_history
@@ -151,6 +150,8 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         parts += [_refusal(device) for device in shown[:MAX_ROWS] if device["refusal_code"]]
         tasks = {one["task"] for one in shown if one["is_connected"] and one["task"]}
         if len(tasks) > 1:
+            from headwater.common.task_spec import short_code  # not for a health check
+
             names = ", ".join(sorted(map(short_code, tasks)))
             parts.append(f"its devices train different code: {escape(printable(names))}")
     else:

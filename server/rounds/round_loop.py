@@ -6,8 +6,10 @@ A ``Fleet`` brings the clients' answers in any order; nothing here depends on Fl
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +52,7 @@ RunRound = Callable[[Training, Fleet, Observer], RoundRow]
 NO_OBSERVER = Observers()
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
 POLL_SECONDS = 0.1
+SHORT_SECONDS = 1.0
 CHECKPOINT_SECONDS = 2.0
 """Between checkpoints where the rounds after one can be run again to the bit."""
 
@@ -130,6 +133,7 @@ def _run_rounds(
     run_round: RunRound,
 ) -> None:
     settings, aborted, is_passed = training.settings, list[RoundAborted](), False
+    last_seconds = math.inf
     while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
@@ -145,27 +149,41 @@ def _run_rounds(
             is_passed = True
             continue
         is_passed = False
-        training.is_between_rounds = False
-        try:
-            row = run_round(training, fleet, observer)
-        except Drained:
-            return
-        except ModelAtRest:
-            log.warning(
-                "the run ends after %s: its last step changed no bit of the model (a learning rate "
-                "near 0, or gradients of 0), and its devices have masked what they give to one "
-                "model; more of it would tell the server more about them",
-                _rounds_so_far(training),
-            )
-            return
-        except RoundAborted as error:
-            observer.aborted(error)
-            aborted.append(error)
-            _try_again(training, fleet, aborted)
-        else:
-            row = replace(row, num_aborted=len(aborted), settings_changed=training.take_changed())
-            aborted.clear()
-            _save(training, fleet, row, observer, on_round)
+        begun = time.monotonic()
+        with _whole(fleet, last_seconds):
+            training.is_between_rounds = False
+            try:
+                row = run_round(training, fleet, observer)
+            except Drained:
+                return
+            except ModelAtRest:
+                log.warning(
+                    "the run ends after %s: its last step changed no bit of the model (a learning "
+                    "rate near 0, or gradients of 0), and its devices have masked what they give "
+                    "to one model; more of it would tell the server more about them",
+                    _rounds_so_far(training),
+                )
+                return
+            except RoundAborted as error:
+                observer.aborted(error)
+                aborted.append(error)
+                _try_again(training, fleet, aborted)
+            else:
+                row = replace(
+                    row, num_aborted=len(aborted), settings_changed=training.take_changed()
+                )
+                aborted.clear()
+                _save(training, fleet, row, observer, on_round)
+        last_seconds = time.monotonic() - begun
+
+
+def _whole(fleet: Fleet, last_seconds: float) -> AbstractContextManager[None]:
+    """Hold interrupts back during a round that can be run again, if the last one was short.
+
+    So a run that is stopped ends with the round that its page and log have shown last.
+    """
+    is_short = fleet.can_repeat_rounds and last_seconds < SHORT_SECONDS
+    return interrupts_held() if is_short else nullcontext()
 
 
 def _rounds_so_far(training: Training) -> str:

@@ -44,6 +44,7 @@ def test_the_upload_s_time_is_left_of_the_deadline(
 def test_a_port_that_could_not_be_opened_whole_is_free_for_the_next_attempt(tmp_path: Path) -> None:
     for name in (CA_FILE, CA_KEY_FILE, REGISTRY_FILE):
         (tmp_path / name).write_text("damaged")
+        (tmp_path / name).chmod(0o600)
     server = {"listen": f"127.0.0.1:{free_port()}", "upstream": "127.0.0.1:1"}
     settings = Settings.model_validate({"server": server, "tls": {"ca": tmp_path / CA_FILE}})
     image = ModelImage(nn.Linear(2, 1))

@@ -23,7 +23,7 @@ import torch
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds import checkpoint
+from headwater.server.rounds import checkpoint, round_loop
 from headwater.server.rounds.checkpoint import FILE, Progress
 from headwater.simulation.run import run_engine
 from tests.chaos.deaths import Point, arm_at
@@ -124,7 +124,7 @@ def simulate_and_die(out: Path, prepare: Callable[[], None]) -> None:
             prepare()
         whole(folder, progress, **tensors)
 
-    checkpoint.save = dying
+    checkpoint.save, round_loop.CHECKPOINT_SECONDS = dying, 0.0  # in a process of its own
     simulate(out)
 
 
