@@ -21,7 +21,6 @@ from typing import Any
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.json_logs import to_json_value
-from headwater.server.rounds.round_row import column_of
 from headwater.server.transport.device_records import COLUMNS, DeviceRecord
 
 FILE = "history.sqlite"
@@ -204,6 +203,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def round_columns(row: Mapping[str, Any], *, ended_at: float | None = None) -> dict[str, Any]:
     """Return a round's columns from its row in rounds.jsonl."""
+    from headwater.server.rounds.round_row import column_of  # not for a health check
+
     steps = [*column_of(row["clients"], "accumulation_steps")]
     steps += [client["planned_steps"] for client in row.get("masked_clients", [])]
     return {
