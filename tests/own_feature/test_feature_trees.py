@@ -42,9 +42,7 @@ def state_after(
         (SCAFFOLD, LOCAL | {"clients": CLIENTS, **UNEVEN}),
         (named("Thirds"), UNEVEN),  # a sum and a mean, which a fixed point rounds
         (named("OneClientAlone"), {}),  # the plans of two branches ask for no sum
-        (named("Liar"), {}),  # its aggregator refuses one value
         (named("Census"), ALONE),  # rounds without the model's sum
-        (named("Signs1Bit"), {}),  # an encoding, and no sum
     ],
 )
 def test_aggregators_lead_to_the_sums_and_model_of_a_flat_run_bit_for_bit(

@@ -240,7 +240,10 @@ class EndsInRound(Observer):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    ["momentum with warmup and schedule", "planned", "diloco", "own parameters on the devices"],
+)
 def test_a_run_that_ends_rounds_after_its_checkpoint_runs_them_again_to_the_bit(
     tmp_path: Path, run: str
 ) -> None:
