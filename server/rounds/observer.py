@@ -61,7 +61,10 @@ class Observer:
         """Handle a round's step, before its checkpoint is written."""
 
     def on_round(self, row: RoundRow) -> None:
-        """Handle a committed round: its checkpoint is on disk, if the run writes to a folder."""
+        """Handle a committed round: its checkpoint is on disk, if the run writes to a folder.
+
+        A simulation writes a checkpoint every few seconds: ``went_back`` names what is lost.
+        """
 
     def went_back(self, round_number: int) -> None:
         """Handle that the rounds after this one are forgotten: their checkpoint is not written."""

@@ -133,7 +133,7 @@ class Deployment:
     def start_nodes(self, *, last_vanishes_at: str = "never", owners: str = "") -> None:
         """Start the SuperNodes that do not run, the last anew if it is to vanish; wait for all.
 
-        ``owners`` is what their owners add to the nodes' configuration; all start anew for it.
+        ``owners`` is what their owners add to the nodes' configuration; if it changes, all restart.
         """
         is_as_before, self._owners = owners == self._owners, owners
         for part, port in zip(PARTS, self._node_ports, strict=True):
