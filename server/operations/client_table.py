@@ -141,7 +141,10 @@ class StoredTable(Sequence[Mapping[str, Any]]):
                 file.seek(self.place["at"])
                 return ClientTable.of_bytes(file.read(self.place["num_bytes"]))
         except (OSError, ValueError) as error:
-            raise StateError(f"the clients' figures in {self.file}: {error}") from error
+            raise StateError(
+                f"the clients' figures in {self.file}: {error}",
+                remedy="restore the file; what rounds have in common is in rounds.jsonl",
+            ) from error
 
     def column(self, name: str) -> Sequence[Any]:
         """Return one figure of all clients."""
