@@ -132,12 +132,6 @@ class RoundLog(Observer):
         at = self._file.write_table(table)
         return {"at": at, "num_bytes": len(table), "num_clients": len(row.clients)}
 
-    def went_back(self, round_number: int) -> None:
-        """Drop the rows of rounds that are forgotten."""
-        if self._folder is not None:
-            self._file.close()
-            _drop_rows_after(round_number, self._folder / ROUNDS)
-
     def ended(self) -> None:
         """Close the files and draw the curves; on a full disk only the curves are missing."""
         if self._folder is None:

@@ -63,11 +63,8 @@ class Observer:
     def on_round(self, row: RoundRow) -> None:
         """Handle a committed round: its checkpoint is on disk, if the run writes to a folder.
 
-        A simulation writes a checkpoint every few seconds: ``went_back`` names what is lost.
+        A simulation writes a checkpoint every few seconds.
         """
-
-    def went_back(self, round_number: int) -> None:
-        """Handle that the rounds after this one are forgotten: their checkpoint is not written."""
 
     def ended(self) -> None:
         """Handle the end of a run, also after an error; the model is saved if it could be."""
@@ -110,10 +107,6 @@ class Observers(Observer):
     def on_round(self, row: RoundRow) -> None:
         for observer in self._observers:
             observer.on_round(row)
-
-    def went_back(self, round_number: int) -> None:
-        for observer in self._observers:
-            observer.went_back(round_number)
 
     def ended(self) -> None:
         for observer in self._observers:

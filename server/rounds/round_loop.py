@@ -6,10 +6,8 @@ A ``Fleet`` brings the clients' answers in any order; nothing here depends on Fl
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +50,6 @@ RunRound = Callable[[Training, Fleet, Observer], RoundRow]
 NO_OBSERVER = Observers()
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
 POLL_SECONDS = 0.1
-SHORT_SECONDS = 1.0
 CHECKPOINT_SECONDS = 2.0
 """Between checkpoints where the rounds after one can be run again to the bit."""
 
@@ -97,16 +94,7 @@ def run(
         try:
             # After its term another server has the run, and this folder may hold a stray round.
             if folder is not None and not isinstance(ended_by, TermEnded):
-                if training.num_unsaved and training.is_between_rounds:
-                    _save_state(training, fleet, folder)
-                step_back(training, folder)
-                if training.num_unsaved:
-                    observer.went_back(training.round)
-                    log.warning(
-                        "%s since the checkpoint of round %d: --resume runs them again, to the bit",
-                        counted(training.num_unsaved, "round"),
-                        training.round,
-                    )
+                _leave(training, fleet, folder)
                 save_last(folder, training)
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may follow from it.
@@ -125,6 +113,24 @@ def run(
         observer.ended()
 
 
+def _leave(training: Training, fleet: Fleet, folder: Path) -> None:
+    """Prepare the last files after an error: the model is that of the last committed round.
+
+    Where a step may be half taken, or is in no row, it is that of the checkpoint, which a resumed
+    run goes on from in any case.
+    """
+    if training.num_unsaved and training.is_between_rounds:
+        _save_state(training, fleet, folder)
+    if not training.num_unsaved or training.is_stepping:
+        step_back(training, folder)
+    if training.num_unsaved:
+        log.warning(
+            "the model is that of round %d; --resume runs the last %s again, to the bit",
+            training.round,
+            counted(training.num_unsaved, "round"),
+        )
+
+
 def _run_rounds(
     training: Training,
     fleet: Fleet,
@@ -133,7 +139,6 @@ def _run_rounds(
     run_round: RunRound,
 ) -> None:
     settings, aborted, is_passed = training.settings, list[RoundAborted](), False
-    last_seconds = math.inf
     while settings.has_round_after(training.round):
         raise_if_interrupted()
         if (why := training.why_stopped) is not None:
@@ -149,41 +154,27 @@ def _run_rounds(
             is_passed = True
             continue
         is_passed = False
-        begun = time.monotonic()
-        with _whole(fleet, last_seconds):
-            training.is_between_rounds = False
-            try:
-                row = run_round(training, fleet, observer)
-            except Drained:
-                return
-            except ModelAtRest:
-                log.warning(
-                    "the run ends after %s: its last step changed no bit of the model (a learning "
-                    "rate near 0, or gradients of 0), and its devices have masked what they give "
-                    "to one model; more of it would tell the server more about them",
-                    _rounds_so_far(training),
-                )
-                return
-            except RoundAborted as error:
-                observer.aborted(error)
-                aborted.append(error)
-                _try_again(training, fleet, aborted)
-            else:
-                row = replace(
-                    row, num_aborted=len(aborted), settings_changed=training.take_changed()
-                )
-                aborted.clear()
-                _save(training, fleet, row, observer, on_round)
-        last_seconds = time.monotonic() - begun
-
-
-def _whole(fleet: Fleet, last_seconds: float) -> AbstractContextManager[None]:
-    """Hold interrupts back during a round that can be run again, if the last one was short.
-
-    So a run that is stopped ends with the round that its page and log have shown last.
-    """
-    is_short = fleet.can_repeat_rounds and last_seconds < SHORT_SECONDS
-    return interrupts_held() if is_short else nullcontext()
+        training.is_between_rounds = False
+        try:
+            row = run_round(training, fleet, observer)
+        except Drained:
+            return
+        except ModelAtRest:
+            log.warning(
+                "the run ends after %s: its last step changed no bit of the model (a learning "
+                "rate near 0, or gradients of 0), and its devices have masked what they give "
+                "to one model; more of it would tell the server more about them",
+                _rounds_so_far(training),
+            )
+            return
+        except RoundAborted as error:
+            observer.aborted(error)
+            aborted.append(error)
+            _try_again(training, fleet, aborted)
+        else:
+            row = replace(row, num_aborted=len(aborted), settings_changed=training.take_changed())
+            aborted.clear()
+            _save(training, fleet, row, observer, on_round)
 
 
 def _rounds_so_far(training: Training) -> str:
@@ -220,7 +211,7 @@ def _save(
     with interrupts_held():
         observer.stepped(row)
         training.num_unsaved += 1
-        training.is_between_rounds = True
+        training.is_between_rounds, training.is_stepping = True, False
         if settings.out is not None and _is_checkpoint_due(training, fleet):
             _save_state(training, fleet, settings.out)
         observer.on_round(row)

@@ -126,6 +126,8 @@ class Training:
         """The rounds since the last checkpoint, and its time on the monotonic clock."""
         self.is_between_rounds = True
         """Whether all that a checkpoint holds is of the last committed round."""
+        self.is_stepping = False
+        """Whether a step has begun whose round has no row yet."""
         self.left_out_log = LeftOutLog()
         self.run_id = run_id
         self.counted: dict[str, int] = {}
@@ -409,6 +411,7 @@ class Training:
         Raises:
             Diverged: the step led to parameters that are not finite.
         """
+        self.is_stepping = True
         totals = BatchTotals(
             num_examples=done.num_examples,
             summed_weight=done.summed_weight,

@@ -252,10 +252,9 @@ def test_a_run_that_ends_rounds_after_its_checkpoint_runs_them_again_to_the_bit(
     settings = chosen(tmp_path / "ended", ROUNDS_IN_ALL, run)
     with pytest.raises(KeyboardInterrupt):
         run_engine(settings, on_round=lambda _: None, resume=False, observer=EndsInRound(5))
-    done = checkpoint.saved_round(tmp_path / "ended")
-    assert done is not None
-    assert [row["round"] for row in read_rows(tmp_path / "ended")] == list(range(1, done + 1))
-    assert read_model(tmp_path / "ended" / MODEL)[0].rounds == done
+    assert checkpoint.saved_round(tmp_path / "ended") in range(1, 5)
+    assert [row["round"] for row in read_rows(tmp_path / "ended")] == [1, 2, 3, 4]
+    assert read_model(tmp_path / "ended" / MODEL)[0].rounds == 4
     simulate(settings, resume=True)
     assert comparable_rows(tmp_path / "ended") == comparable_rows(tmp_path / "whole")
     models = [(tmp_path / name / MODEL).read_bytes() for name in ("ended", "whole")]

@@ -18,7 +18,6 @@ from headwater.common.system.stop_signals import (
     interrupt_at_once,
 )
 from headwater.server.operations.round_log import read_rows
-from headwater.server.rounds import round_loop
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow
@@ -95,12 +94,8 @@ def test_an_interrupt_while_a_round_is_recorded_waits_for_all_of_its_records(
 
 @pytest.mark.parametrize(("stop", "committed"), [(lose_it, [1, 2]), (rename_it, [1])])
 def test_an_interrupt_that_a_library_loses_or_renames_still_ends_the_run(
-    stop: Callable[[], None],
-    committed: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stop: Callable[[], None], committed: list[int], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(round_loop, "SHORT_SECONDS", 0.0)  # else it waits for the round's end
     observer = StopsAtRound2(stop, at_step=False)
     interrupted_run(tmp_path / "out", observer)
     assert observer.recorded == committed
