@@ -12,7 +12,7 @@ unit of weight, counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,15 +34,29 @@ LEAST_CLIENTS = 3
 
 def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
     """Return the clients whose figures are beyond belief, with the first such figure of each."""
-    weights = np.maximum(_column([part.sent_weight for part in parts]), 1.0)
-    found: dict[str, str] = {}
-    figures = {"loss": [part.loss_sum for part in parts]}
+    sums = {"loss": _column([part.loss_sum for part in parts])}
     for metric in dict.fromkeys(name for part in parts for name in part.metric_sums):
         columns = [part.metric_sums.get(metric, ()) for part in parts]
         if all(len(one) == len(part.names) for one, part in zip(columns, parts, strict=True)):
-            figures[metric] = columns
-    for what, columns in figures.items():
-        each = np.abs(_column(columns)) / weights
+            sums[metric] = _column(columns)
+    names = [name for part in parts for name in part.names]
+    return beyond_belief(names, _column([part.sent_weight for part in parts]), sums)
+
+
+def beyond_belief(
+    names: Sequence[str],
+    weights: NDArray[np.float64],
+    sums: Mapping[str, NDArray[np.float64]],
+) -> dict[str, str]:
+    """Return the clients with a sum too large for its weight, with the first such sum of each.
+
+    ``sums`` are the clients' sums of the loss (by the name "loss") and of each metric; NaN is the
+    sum of a client that does not report it.
+    """
+    found: dict[str, str] = {}
+    for what, column in sums.items():
+        each = np.abs(column) / np.maximum(weights, 1.0)
+        each = np.where(np.isnan(each), 0.0, each)
         least = LEAST_LOSS if what == "loss" else LEAST
         if not len(each) or each.max() <= least:  # as nearly always
             continue
@@ -52,8 +66,7 @@ def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
             limit = min(max(MULTIPLE * median, least), MOST)
             if median <= 1 and what != "loss" and is_part(what):
                 limit = MOST_PART
-        names = [name for part in parts for name in part.names]
-        for at in np.flatnonzero(each > limit):
+        for at in np.flatnonzero(each > limit).tolist():
             found.setdefault(names[at], f"{what} {each[at]:.3g}, where others have {median:.3g}")
     return found
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 from torch import nn
 
 from headwater.common.data.batches import batch_of
@@ -30,6 +31,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted
+from headwater.server.aggregation.believed_figures import beyond_belief
 from headwater.server.aggregation.round_reports import most_reported
 from headwater.server.fleet import Dropout
 
@@ -145,11 +147,17 @@ def on_server(
     )
 
 
-def on_devices(answers: Iterable[EvaluateReport | Dropout], *, round_number: int) -> EvaluatedRound:
+def on_devices(
+    answers: Iterable[EvaluateReport | Dropout],
+    *,
+    round_number: int,
+    most_weight: Mapping[str, int],
+) -> EvaluatedRound:
     """Return held_out_loss and the metrics over all devices that evaluated some example.
 
-    It logs what was left out, in a line for examples and one for devices. A lost connection, or a
-    device with too few examples to hold one out, is no warning.
+    A report counts up to the weight ``most_weight`` of its device, and not at all if its figures
+    are beyond belief. It logs what was left out, in a line for examples and one for devices. A lost
+    connection, or a device with too few examples to hold one out, is no warning.
     """
     reports: list[EvaluateReport] = []
     refused: dict[str, int] = {}
@@ -172,6 +180,9 @@ def on_devices(answers: Iterable[EvaluateReport | Dropout], *, round_number: int
             warned[answer.name] = why
         if isinstance(answer, EvaluateReport) and answer.num_refused:
             refused[answer.name] = answer.num_refused
+    reports, false = _believed(reports, most_weight, round_number=round_number)
+    missing |= false
+    warned |= false
     if refused:
         log.warning(
             "round %d: %s cannot be evaluated and were left out on %d of %s (%s)",
@@ -197,6 +208,40 @@ def on_devices(answers: Iterable[EvaluateReport | Dropout], *, round_number: int
         num_held_out_left_out=sum(refused.values()),
         num_held_out_clients=len(reports),
         not_evaluated=missing,
+    )
+
+
+def _believed(
+    reports: Sequence[EvaluateReport], most_weight: Mapping[str, int], *, round_number: int
+) -> tuple[list[EvaluateReport], dict[str, str]]:
+    """Return the reports that count, of at most their devices' weight, and why others do not."""
+    cut = [one.name for one in reports if one.weight > most_weight[one.name]]
+    if cut:
+        log.warning(
+            "round %d: %s told more held-out examples than examples in all, and count up to those "
+            "(%s)",
+            round_number,
+            counted(len(cut), "device"),
+            ", ".join(cut[:MAX_NAMED]),
+        )
+    metrics = dict.fromkeys(chain.from_iterable(one.metric_sums for one in reports))
+    sums = {"loss": np.array([one.loss_sum for one in reports])} | {
+        name: np.array([one.metric_sums.get(name, math.nan) for one in reports]) for name in metrics
+    }
+    weights = np.array([one.weight for one in reports], np.float64)
+    false = beyond_belief([one.name for one in reports], weights, sums)
+    kept = [_scaled(one, most_weight[one.name]) for one in reports if one.name not in false]
+    return kept, {name: f"its {why}" for name, why in false.items()}
+
+
+def _scaled(report: EvaluateReport, most: int) -> EvaluateReport:
+    """Return a report's sums for a weight of at most ``most``."""
+    if report.weight <= most:
+        return report
+    part = most / report.weight
+    metrics = {name: value * part for name, value in report.metric_sums.items()}
+    return report.model_copy(
+        update={"weight": most, "loss_sum": report.loss_sum * part, "metric_sums": metrics}
     )
 
 

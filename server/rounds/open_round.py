@@ -36,6 +36,7 @@ from headwater.server.fleet import (
     UpdateBatch,
     UpdateSeries,
 )
+from headwater.server.planning.cohort import dataset_weights
 from headwater.server.rounds.admission import admitted
 
 if TYPE_CHECKING:
@@ -123,6 +124,12 @@ class OpenRound:
     def times(self, plan: Plan, num_windows: int = 1) -> int:
         """Return how many times an update of so many windows of this plan counts."""
         return 1 if self._times_of is None else self._times_of(plan, num_windows)
+
+    @property
+    def most_weights(self) -> dict[str, int]:
+        """The largest weight that each client's examples can have together."""
+        owned = dataset_weights(self._owned)
+        return {name: number * self._max_weight for name, number in owned.items()}
 
     @property
     def has_one_model(self) -> bool:

@@ -436,7 +436,9 @@ def _evaluate(
         answers = fleet.evaluate(
             plans, training.sent_model(), timeout_seconds=training.settings.cohort.deadline_seconds
         )
-        found = evaluation.on_devices(answers, round_number=training.round)
+        found = evaluation.on_devices(
+            answers, round_number=training.round, most_weight=opened.most_weights
+        )
     return replace(
         found,
         metrics=metrics | tested.metrics | found.metrics,

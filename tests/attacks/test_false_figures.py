@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 
 import headwater
 from headwater.client.own_feature.device_feature import DeviceWork
+from headwater.common.messages import EvaluateReport
 from headwater.server.aggregation.believed_figures import MOST_PART, false_figures, without_figures
 from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.rounds.evaluation import on_devices
+from tests.attacks.raw import cohort
 from tests.python_tasks import Signs
 
 
@@ -101,3 +106,59 @@ def test_each_mean_is_that_of_the_others() -> None:
     [kept] = without_figures([part], ["3"])
     assert sum(kept.loss_sum) / 40 == pytest.approx(2.0)
     assert sum(kept.metric_sums["accuracy"]) / 40 == pytest.approx(0.4)
+
+
+def evaluated(name: str, loss: float, accuracy: float, weight: int = 10) -> EvaluateReport:
+    metrics = {"accuracy": accuracy * weight}
+    return EvaluateReport(name=name, weight=weight, loss_sum=loss * weight, metric_sums=metrics)
+
+
+HONEST = [evaluated("a", 1.0, 0.25), evaluated("b", 2.0, 0.5), evaluated("c", 3.0, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (evaluated("liar", 1e90, 0.5), "its loss 1e+90"),
+        (evaluated("liar", 2.0, 99.0), "its accuracy 99"),
+        (evaluated("liar", 2.0, -1e99), "its accuracy 1e+99"),
+    ],
+)
+def test_what_a_device_tells_of_its_held_out_examples_is_not_believed_alone(
+    lie: EvaluateReport, why: str
+) -> None:
+    weights = dict.fromkeys(["a", "b", "c", "liar"], 100)
+    found = on_devices([*HONEST, lie], round_number=1, most_weight=weights)
+    assert found.metrics == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
+    assert found.num_held_out_clients == 3
+    assert found.not_evaluated["liar"].startswith(why)
+
+
+def test_held_out_examples_count_up_to_what_a_device_owns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = {"a": 10, "b": 10, "c": 10, "liar": 30}
+    with caplog.at_level(logging.WARNING):
+        lie = evaluated("liar", 1.0, 1.0, weight=10**15)
+        found = on_devices([*HONEST, lie], round_number=1, most_weight=weights)
+    assert found.metrics["held_out_accuracy"] == pytest.approx((0.5 * 30 + 1.0 * 30) / 60)
+    assert "1 device told more held-out examples than examples in all" in caplog.text
+
+
+def test_one_device_ends_no_run_by_its_evaluation() -> None:
+    async def play() -> None:
+        names = ("first", "second", "third", "liar")
+        async with cohort(*names, on_devices=True) as (run, *devices):
+            for device in devices:
+                await device.describe()
+            for device in devices:
+                await device.update(await device.plan())
+            for device in devices:
+                instruction = await device.plan()
+                accuracy = 1e15 if device.name == "liar" else 0.5
+                report = json.loads(evaluated(device.name, 0.5, accuracy, 2).model_dump_json())
+                await device.reply(instruction, json.dumps(report))
+            await run.end()
+            assert run.rows[0].metrics["held_out_accuracy"] == 0.5
+
+    asyncio.run(play())
