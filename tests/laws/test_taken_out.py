@@ -51,12 +51,12 @@ def test_every_feature_can_be_taken_out() -> None:
 
 
 def copy_without(feature: str, target: Path) -> Path:
-    """Copy the packages but for a feature's rooms, with links to the files."""
+    """Copy the packages but for a feature's rooms, with links to the files and to their bytecode."""
     gone = ROOMS[feature]
     for package in (*PACKAGES, "examples"):
         for path in (ROOT / package).rglob("*"):
             name = str(path.relative_to(ROOT))
-            if path.is_dir() or "__pycache__" in name or name.startswith(gone):
+            if path.is_dir() or name.startswith(gone):
                 continue
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.link(path, target / name)
