@@ -454,6 +454,11 @@ class UpdateReport(WireMessage):
         return len(self.steps)
 
     @property
+    def measured(self) -> list[tuple[float, float]]:
+        """The work and the seconds of each step that has examples."""
+        return [(step.work, step.seconds) for step in self.steps if step.num_examples]
+
+    @property
     def peak_bytes(self) -> int:
         """The largest memory of a step; 0 if none is known."""
         return max((step.peak_bytes for step in self.steps), default=0)
@@ -537,6 +542,8 @@ class ReportFields(Protocol):
     def seconds(self) -> float: ...
     @property
     def steps(self) -> Sequence[Step]: ...
+    @property
+    def measured(self) -> Sequence[tuple[float, float]]: ...
     @property
     def num_steps(self) -> int: ...
     @property

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from headwater.common.messages import DeviceReport, Step
+from headwater.common.messages import DeviceReport
 from headwater.common.stats.linear_fit import Line, refit_line
 
 # Exponent of the ratio: after a change by 5, two rounds come within 5^(0.2^2) - 1 = 7 % of it.
@@ -47,14 +47,13 @@ def reported_line(report: DeviceReport) -> Line | None:
     return clamped_line(Line(base=report.seconds_per_micro_batch, each=report.seconds_per_example))
 
 
-def updated_line(line: Line, steps: Sequence[Step]) -> Line:
-    """Return the line after a round whose micro-batches took the seconds of ``steps``.
+def updated_line(line: Line, measured: Sequence[tuple[float, float]]) -> Line:
+    """Return the line after a round; ``measured`` are work and seconds of its micro-batches.
 
-    The level changes by a factor of at most MAX_CHANGE^UPDATE_EXPONENT, whatever the steps claim.
-    Steps without examples are ignored. If all steps took the expected seconds, the result is
-    ``line`` itself. Steps of zero seconds lower the level and keep the slope.
+    The level changes by a factor of at most MAX_CHANGE^UPDATE_EXPONENT, whatever they claim. If all
+    took the expected seconds, the result is ``line`` itself. Micro-batches of zero seconds lower
+    the level and keep the slope.
     """
-    measured = [(step.work, step.seconds) for step in steps if step.num_examples]
     if all(abs(seconds - line.at(size)) <= TOLERANCE * seconds for size, seconds in measured):
         return line
     ratio = _robust_ratio(line, measured)

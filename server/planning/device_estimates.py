@@ -119,7 +119,8 @@ class DeviceEstimate:
 
     def after_update(self, report: ReportFields) -> DeviceEstimate:
         """Follow the speed that an update's steps show, and the vitals that it reports."""
-        line = None if self.line is None else training_speed.updated_line(self.line, report.steps)
+        line = self.line
+        line = None if line is None else training_speed.updated_line(line, report.measured)
         vitals = _merged(self.vitals, report.vitals)
         if (line, vitals) == (self.line, self.vitals):
             return self

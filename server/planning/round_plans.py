@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwater.common.errors import TooFewClients, TooFewPermitted
@@ -237,7 +237,7 @@ class RoundPlanner:
             num_bounded=len(bounded),
             below_share=below,
             # A busy client may have left.
-            metrics=self._metrics([clients.reports[n] for n in names if n in clients.reports]),
+            metrics=self._metrics(clients.reports, names),
         )
 
     def _costs(self, turn_seconds: float) -> TransferCosts:
@@ -373,9 +373,14 @@ class RoundPlanner:
             down, up = feature.transfer_bytes(down, up, num_values=number)
         return down, up
 
-    def _metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
-        found = (feature.metrics(reports) for feature in self.features)
-        return next((names for names in found if names), ())
+    def _metrics(
+        self, reports: Mapping[str, DeviceReport], names: Iterable[str]
+    ) -> tuple[str, ...]:
+        if not self.features:
+            return ()
+        known = [reports[name] for name in names if name in reports]
+        found = (feature.metrics(known) for feature in self.features)
+        return next((metrics for metrics in found if metrics), ())
 
     def _below_share(
         self, assigned: Mapping[str, Assignment], exceptions: Mapping[str, str]

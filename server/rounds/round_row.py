@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, overload
+
+import numpy as np
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
 from headwater.common.stats.gradient_noise import estimates_after_steps
@@ -286,13 +289,22 @@ class ClientRows(Sequence[ClientRow]):
         return {"num_steps": [len(row.step_seconds) for row in rows], **flat}
 
     def _plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
-        """Return the steps of a batch that is all of the round; None if there is none."""
-        batch: Any = getattr(self.reports[0], "batch", None)
-        is_all = batch is not None and len(batch) == len(self.reports)
-        if not is_all or batch.columns.names != [one.name for one in self.reports]:
+        """Return the steps' numbers, seconds and losses if all reports are rows of batches.
+
+        None if some are not, or their batch has more to tell of the steps.
+        """
+        places = [getattr(one, "place", None) for one in self.reports]
+        batches = {id(place[0]): place[0] for place in places if place is not None}
+        told = [one for batch in batches.values() if (one := batch.plain_steps) is not None]
+        if None in places or len(told) < len(batches):
             return None
-        found: tuple[Sequence[int], Sequence[float], Sequence[float]] | None = batch.plain_steps
-        return found
+        numbers, seconds, losses = map(np.concatenate, zip(*told, strict=True))
+        firsts = accumulate(map(len, batches.values()), initial=0)
+        first_of = dict(zip(batches, firsts, strict=False))
+        rows = np.array([first_of[id(place[0])] + place[1] for place in places if place])
+        counts, starts = numbers[rows], (np.cumsum(numbers) - numbers)[rows]
+        steps = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return counts.tolist(), seconds[steps].tolist(), losses[steps].tolist()
 
     def _row(self, report: ReportFields) -> ClientRow:
         plan = self.plans[report.name]

@@ -233,9 +233,9 @@ class ReportView:
         self._at = at
 
     @property
-    def batch(self) -> CohortReports:
-        """The reports that it is one of."""
-        return self._of
+    def place(self) -> tuple[CohortReports, int]:
+        """The reports that it is one of, and its row in them."""
+        return self._of, self._at
 
     @property
     def name(self) -> str:
@@ -284,6 +284,14 @@ class ReportView:
     @property
     def steps(self) -> Sequence[Step]:
         return self._of.steps(self._at)
+
+    @property
+    def measured(self) -> Sequence[tuple[float, float]]:
+        planned = self._of.planned
+        own = planned.steps_of(self._at)
+        return list(
+            zip(planned.sizes[own].tolist(), planned.step_seconds[own].tolist(), strict=True)
+        )
 
     @property
     def num_steps(self) -> int:

@@ -51,7 +51,7 @@ def test_every_feature_can_be_taken_out() -> None:
 
 
 def copy_without(feature: str, target: Path) -> Path:
-    """Copy the packages but for a feature's rooms, with links to the files and to their bytecode."""
+    """Copy the packages but for a feature's rooms, with links to the files and their bytecode."""
     gone = ROOMS[feature]
     for package in (*PACKAGES, "examples"):
         for path in (ROOT / package).rglob("*"):

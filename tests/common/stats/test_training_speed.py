@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.messages import DeviceReport, Step
+from headwater.common.messages import DeviceReport, Step, UpdateReport
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import (
@@ -29,15 +29,9 @@ from headwater.server.planning.planner import assign
 LINE = Line(base=0.5, each=0.25)
 
 
-def steps(line: Line, sizes: list[int], *, slower: float = 1.0) -> list[Step]:
+def steps(line: Line, sizes: list[int], *, slower: float = 1.0) -> list[tuple[float, float]]:
     """Return the steps of a device that is ``slower`` times as slow as the line says."""
-    return [step(size, line.at(size) * slower) for size in sizes]
-
-
-def step(size: int, seconds: float) -> Step:
-    return Step(
-        num_examples=size, weight=size, loss=0.0, gradient_norm=0.0, seconds=seconds, peak_bytes=0
-    )
+    return [(size, line.at(size) * slower) for size in sizes]
 
 
 @given(sizes=st.lists(st.integers(1, 64), max_size=8))
@@ -53,8 +47,22 @@ def test_examples_of_unequal_length_count_by_their_padded_size(
     work: list[tuple[int, float]],
 ) -> None:
     """Eight short texts and one long text take as long as their tokens, not as their numbers."""
-    ragged = [replace(step(number, LINE.at(size)), size=size) for number, size in work]
-    found = updated_line(LINE, ragged)
+    common: dict[str, Any] = {"weight": 1, "loss": 0.0, "peak_bytes": 0}
+    report = UpdateReport(
+        name="pi",
+        round=1,
+        num_examples=sum(number for number, _ in work),
+        weight=len(work),
+        loss_sum=0.0,
+        micro_batch_size=64,
+        seconds=1.0,
+        steps=tuple(
+            Step(num_examples=number, size=size, seconds=LINE.at(size), **common)
+            for number, size in work
+        ),
+        reason="quota",
+    )
+    found = updated_line(LINE, report.measured)
     assert math.isclose(found.base, LINE.base, rel_tol=1e-6)
     assert math.isclose(found.each, LINE.each, rel_tol=1e-6)
 
@@ -93,14 +101,14 @@ def test_one_slow_micro_batch_has_little_effect() -> None:
 
 
 def test_the_sum_of_a_round_counts_however_it_is_distributed() -> None:
-    seen = [step(4, LINE.at(4) * (1.05 if at < 4 else 0.95)) for at in range(16)]
+    seen = [(4, LINE.at(4) * (1.05 if at < 4 else 0.95)) for at in range(16)]
     assert math.isclose(updated_line(LINE, seen).at(4), 0.975**UPDATE_EXPONENT * LINE.at(4))
 
 
 def test_the_pauses_of_a_device_count() -> None:
     """A cgroup with a fifth of a core runs at full speed until the share of a period is used up."""
     pause = 4 * 10 * LINE.at(1)
-    seen = [step(1, LINE.at(1) + (pause if at % 10 == 9 else 0.0)) for at in range(160)]
+    seen = [(1, LINE.at(1) + (pause if at % 10 == 9 else 0.0)) for at in range(160)]
     found = updated_line(LINE, seen)
     true = 160 * LINE.at(1) + 16 * pause
     left = math.log(true / (160 * found.at(1)))
@@ -118,7 +126,7 @@ def test_one_slow_micro_batch_of_its_own_size_changes_the_slope_within_its_bound
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e100])
 @pytest.mark.parametrize("sizes", [[4], [4, 9]])
 def test_an_implausible_claim_is_bounded(seconds: float, sizes: list[int]) -> None:
-    absurd = [step(size, seconds) for size in sizes]
+    absurd = [(size, seconds) for size in sizes]
     once = updated_line(LINE, absurd).at(4) / LINE.at(4)
     most = MAX_CHANGE**UPDATE_EXPONENT * MAX_BEND * 1.001
     assert 1 / most <= once <= most
@@ -133,7 +141,7 @@ def test_an_implausible_claim_is_bounded(seconds: float, sizes: list[int]) -> No
 def test_the_line_stays_valid_whatever_the_steps_claim(claims: list[tuple[int, float]]) -> None:
     line = LINE
     for _ in range(3):
-        line = updated_line(line, [step(size, seconds) for size, seconds in claims])
+        line = updated_line(line, [(size, seconds) for size, seconds in claims if size])
     assert 0 <= line.base <= MAX_SECONDS
     assert MIN_SECONDS_PER_EXAMPLE <= line.each <= MAX_SECONDS
 

@@ -15,9 +15,14 @@ from torch import nn
 import headwater
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
+from headwater.server.operations.client_table import ClientTable
 from headwater.server.operations.log_limits import RowsFile, older_file, tables_beside
 from headwater.server.operations.round_log import MAX_IN_LINE, ROUNDS, RoundLog, read_rows, rows_of
-from headwater.server.rounds.round_row import RoundRow
+from headwater.server.rounds.round_row import ClientRows, RoundRow
+from headwater.simulation.compute import batched
+from headwater.simulation.compute.report_columns import ReportView
+from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
 NUM_CLIENTS = MAX_IN_LINE + 4
@@ -72,6 +77,24 @@ def test_a_large_round_reads_as_its_clients_were(
         assert [*read["clients"]] == as_read(row)
         assert read["clients"][-1] == as_read(row)[-1]
         assert read["clients"][1:3] == as_read(row)[1:3]
+
+
+def test_clients_that_were_computed_in_several_blocks_are_in_the_order_of_the_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched, "MAX_ROWS", 256)
+    given = {"task": "examples/digits.py:Digits", "rounds": 2, "threads": 1, "out": tmp_path}
+    chosen = load(None, {**given, "simulation.clients": 100, "simulation.compute": "fused"})
+    rows: list[RoundRow] = []
+    run_engine(with_fleet(chosen), on_round=rows.append, resume=False)
+    for row, read in zip(rows, read_rows(tmp_path), strict=True):
+        assert isinstance(row.clients, ClientRows)
+        reports = {one.name: one for one in row.clients.reports}
+        blocks = {id(one.place[0]) for one in reports.values() if isinstance(one, ReportView)}
+        assert len(blocks) > 1
+        assert [*read["clients"]] == as_read(row)
+        turned = ClientRows(reports, dict(reversed(list(row.clients.plans.items()))))
+        assert [*ClientTable.of(turned.columns())] == as_read(row)[::-1]
 
 
 def test_a_small_round_stays_in_its_line(tmp_path: Path) -> None:
