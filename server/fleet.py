@@ -44,7 +44,10 @@ class Dropout:
 
 
 class ReportBatch(Sequence[ReportFields], ABC):
-    """The reports of a batch of updates: a sequence, and the same data as columns."""
+    """The reports of a block of updates: a sequence, and the same data as columns."""
+
+    are_summed: bool
+    """Whether the updates' vectors come as one sum."""
 
     @property
     @abstractmethod
@@ -75,25 +78,30 @@ class ReportBatch(Sequence[ReportFields], ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateBatch:
-    """The updates of several clients: the sum of their vectors in float64, and their reports.
-
-    Only the simulator adds up updates before the server does.
-    """
-
-    values_P: Tensor = field(repr=False)
-    reports: ReportBatch = field(repr=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateSeries:
-    """The updates of several clients, which are added one by one, and their reports.
+class UpdateBlock:
+    """The updates of several clients: a vector for each, or one that is their sum in float64.
 
     Only the simulator sends several at once: their reports are columns already.
     """
 
     vectors: Sequence[Tensor] = field(repr=False)
     reports: ReportBatch = field(repr=False)
+
+
+BeyondNorm = Literal["refuse", "clip", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRules:
+    """What a round's updates are held against, on the server and on an aggregator."""
+
+    max_weight_per_example: int = 1
+    norm_watch: NormWatch | None = None
+    """The limit of the updates' norms; None: they are not watched."""
+    beyond_norm: BeyondNorm = "refuse"
+
+
+PLAIN_RULES = UpdateRules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +111,7 @@ class BranchOrder:
     plans: Mapping[str, Plan] = field(repr=False)
     scale_bits: tuple[int, ...]
     """Of the round's sum, one for each tensor."""
-    max_weight_per_example: int
-    norm_watch: NormWatch | None
-    beyond_norm: Literal["refuse", "clip", "keep"]
+    rules: UpdateRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +134,7 @@ class BranchSum:
     refusals: Mapping[str, int]
 
 
-Answer = Update | UpdateSeries | UpdateBatch | BranchSum | ReadyReport | Dropout
+Answer = Update | UpdateBlock | BranchSum | ReadyReport | Dropout
 """An answer to plans: of one client, or of several."""
 
 

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -26,15 +26,16 @@ from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.norm_watch import NormWatch, norm_per_weight, scaled_to
+from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
 from headwater.server.aggregation.round_reports import ReportColumns, in_all
 from headwater.server.fleet import (
+    PLAIN_RULES,
     Answer,
     BranchSum,
     Dropout,
     ReportBatch,
-    UpdateBatch,
-    UpdateSeries,
+    UpdateBlock,
+    UpdateRules,
 )
 from headwater.server.planning.cohort import dataset_weights
 from headwater.server.rounds.admission import admitted
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from headwater.server.aggregation.extra_sums import ExtraSums
 
 log = logging.getLogger(__name__)
-
-BeyondNorm = Literal["refuse", "clip", "keep"]
 
 
 class Holder(Protocol):
@@ -71,12 +70,10 @@ class OpenRound:
         *,
         plans: Mapping[str, Plan],
         total: CohortSum,
-        max_weight_per_example: int,
+        rules: UpdateRules = PLAIN_RULES,
         owned: Mapping[str, int],
         num_left_out: int = 0,
         metrics: tuple[str, ...] = (),
-        norm_watch: NormWatch | None = None,
-        beyond_norm: BeyondNorm = "refuse",
         held: Holder | None = None,
         releases_reports: bool = True,
         times_of: Callable[[Plan, int], int] | None = None,
@@ -84,12 +81,11 @@ class OpenRound:
     ) -> None:
         """Take the plans, the empty sum, and the number of examples that each client owns.
 
-        ``metrics`` are the names that a secure session of the round masks. ``norm_watch`` is None
-        if norms are not watched. With ``held``, updates are held one by one for a robust rule
-        rather than added to the sum. Without ``releases_reports`` the updates' reports are the
-        plans' own numbers. ``times_of`` says how many times an update of this plan and
-        so many windows counts; None: once. ``extra`` adds up the sums beside the model's; None if
-        there are none.
+        ``metrics`` are the names that a secure session of the round masks. With ``held``, updates
+        are held one by one for a robust rule rather than added to the sum. Without
+        ``releases_reports`` the updates' reports are the plans' own numbers. ``times_of`` says how
+        many times an update of this plan and so many windows counts; None: once. ``extra`` adds up
+        the sums beside the model's; None if there are none.
         """
         self.metrics = metrics
         self.extra = extra
@@ -113,10 +109,9 @@ class OpenRound:
         self._unused: list[Sequence[int]] = []
         """The tensors that each update's losses did not use, or those of each batch."""
         self._total = total
-        self._max_weight = max_weight_per_example
+        self._rules = rules
+        self._max_weight = rules.max_weight_per_example
         self._owned = owned
-        self._norm_watch = norm_watch
-        self._beyond_norm = beyond_norm
         self.held = held
         self.releases_reports = releases_reports
         self._times_of = times_of
@@ -177,7 +172,7 @@ class OpenRound:
     def take(self, answer: Answer) -> None:
         """Check an answer; add it to the sum, or record why not.
 
-        A batch, and the sum of a branch, count whole or not at all.
+        The sum of several updates counts whole or not at all, and so do their reports.
         """
         match answer:
             case Dropout():
@@ -186,10 +181,8 @@ class OpenRound:
                 self._take_ready(answer)
             case Update():
                 self._take_update(answer)
-            case UpdateSeries():
-                self._take_series(answer)
-            case UpdateBatch():
-                self._take_batch(answer)
+            case UpdateBlock():
+                self._take_block(answer)
             case BranchSum():
                 self._take_branch(answer)
 
@@ -217,24 +210,15 @@ class OpenRound:
         if report.clip_bit is not None:
             self.clip_bits.append(report.clip_bit)
 
-    def _take_series(self, series: UpdateSeries) -> None:
-        """Check the reports of a series, then check and add each update.
-
-        Reports count whole or not at all, vectors one by one.
-        """
-        reports, columns, taken = series.reports, series.reports.columns, list[int]()
+    def _take_block(self, block: UpdateBlock) -> None:
+        """Check the reports of a block, then check and add its sum, or each of its vectors."""
+        reports, columns = block.reports, block.reports.columns
         try:
             self._check_columns(columns)
+            taken = self._add_sum(block) if reports.are_summed else self._add_each(block)
         except UpdateRefused as error:
             self._refuse_updates(columns.names, error)
             return
-        rows = zip(columns.names, columns.sent_weight, series.vectors, strict=True)
-        for at, (name, weight, values_P) in enumerate(rows):
-            try:
-                self._add(name, self.plans[name], values_P, weight)
-                taken.append(at)
-            except UpdateRefused as error:
-                self._refuse_updates([name], error)
         self._unused.append(reports.unused)
         if len(taken) == len(columns.names):
             self._batches.append(reports)
@@ -243,6 +227,30 @@ class OpenRound:
         for at in taken:
             self.accepted[columns.names[at]] = reports[at]
             self._reports.append(reports[at])
+
+    def _add_sum(self, block: UpdateBlock) -> Sequence[int]:
+        """Check and add the sum of a block's vectors; return the rows that are in it: all.
+
+        Raises:
+            UpdateRefused: it is not of this model, or not finite.
+        """
+        columns, (values_P,) = block.reports.columns, block.vectors
+        peaks = self._total.check(values_P, name=counted(len(columns.names), "device"))
+        self._total.fold(values_P, sum(columns.sent_weight), peaks)
+        self._batch_norms.append(block.reports.norms_per_weight)
+        return range(len(columns.names))
+
+    def _add_each(self, block: UpdateBlock) -> Sequence[int]:
+        """Check and add each vector of a block, or refuse it; return the rows that were added."""
+        columns, taken = block.reports.columns, list[int]()
+        rows = zip(columns.names, columns.sent_weight, block.vectors, strict=True)
+        for at, (name, weight, values_P) in enumerate(rows):
+            try:
+                self._add(name, self.plans[name], values_P, weight)
+                taken.append(at)
+            except UpdateRefused as error:
+                self._refuse_updates([name], error)
+        return taken
 
     def _add(
         self, name: str, plan: Plan, values_P: Vector, weight: int, num_windows: int = 1
@@ -269,37 +277,22 @@ class OpenRound:
             OutlierUpdate: its norm is beyond the limit, and such updates are refused; or no limit
                 is known to which it could be scaled.
         """
-        if self._norm_watch is None:
+        watch, beyond = self._rules.norm_watch, self._rules.beyond_norm
+        if watch is None:
             return values_P
-        limit = self._norm_watch.limit
+        limit = watch.limit
         norm = self.norms[name] = norm_per_weight(values_P, weight)
         if norm <= limit:
             return values_P
         self.outliers.append(name)
         found = f"{name}: its norm per unit of weight is {norm:.3g}, expected up to {limit:.3g}"
-        is_known = self._norm_watch.largest_median is not None
-        if self._beyond_norm == "refuse" or (self._beyond_norm == "clip" and not is_known):
+        is_known = watch.largest_median is not None
+        if beyond == "refuse" or (beyond == "clip" and not is_known):
             raise OutlierUpdate(found)
-        log.warning("%s; it is %s", found, "clipped" if self._beyond_norm == "clip" else "kept")
-        is_clipped = self._beyond_norm == "clip"
-        if not is_clipped:
+        log.warning("%s; it is %s", found, "clipped" if beyond == "clip" else "kept")
+        if beyond != "clip":
             return values_P
         return scaled_to(whole(values_P), norm=norm, limit=limit)
-
-    def _take_batch(self, batch: UpdateBatch) -> None:
-        columns = batch.reports.columns
-        try:
-            self._check_columns(columns)
-            name = counted(len(columns.names), "device")
-            peaks = self._total.check(batch.values_P, name=name)
-        except UpdateRefused as error:
-            self._refuse_updates(columns.names, error)
-            return
-        self._total.fold(batch.values_P, sum(columns.sent_weight), peaks)
-        self.accepted |= zip(columns.names, batch.reports, strict=True)
-        self._batches.append(batch.reports)
-        self._batch_norms.append(batch.reports.norms_per_weight)
-        self._unused.append(batch.reports.unused)
 
     def _take_branch(self, branch: BranchSum) -> None:
         """Add an aggregator's sum; what it says of its devices is checked as if they said it.

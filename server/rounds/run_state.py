@@ -33,7 +33,7 @@ from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import ReportColumns, RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
-from headwater.server.fleet import BranchOrder, Fleet
+from headwater.server.fleet import BranchOrder, Fleet, UpdateRules
 from headwater.server.planning.features import demand_in, planning_features
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
 from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
@@ -211,12 +211,10 @@ class Training:
         return OpenRound(
             plans=plans,
             total=self.sum,
-            max_weight_per_example=max_weight,
+            rules=self._rules(opening.norm_watch),
             owned=planned.owned,
             num_left_out=planned.num_too_slow,
             metrics=planned.metrics,
-            norm_watch=opening.norm_watch,
-            beyond_norm=self.settings.aggregation.beyond_norm,
             held=opening.held,
             releases_reports=opening.releases_reports and self._asks_model(plans),
             times_of=times_of,
@@ -298,8 +296,13 @@ class Training:
         return BranchOrder(
             plans=plans,
             scale_bits=self.sum.scale_bits,
+            rules=self._rules(None if self._opening is None else self._opening.norm_watch),
+        )
+
+    def _rules(self, norm_watch: NormWatch | None) -> UpdateRules:
+        return UpdateRules(
             max_weight_per_example=self.max_weight_per_example,
-            norm_watch=None if self._opening is None else self._opening.norm_watch,
+            norm_watch=norm_watch,
             beyond_norm=self.settings.aggregation.beyond_norm,
         )
 

@@ -45,10 +45,8 @@ class Aggregator:
         opened = OpenRound(
             plans=order.plans,
             total=self._total,
-            max_weight_per_example=order.max_weight_per_example,
+            rules=order.rules,
             owned={},  # for the noise scale, which the server above estimates from the reports
-            norm_watch=order.norm_watch,
-            beyond_norm=order.beyond_norm,
             extra=ExtraSums.of(order.plans.values(), self._num_values),
         )
         answers = self._fleet.train(

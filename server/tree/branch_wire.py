@@ -35,7 +35,7 @@ from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.extra_sums import sums_of
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.fleet import BranchOrder, BranchSum, Dropout
+from headwater.server.fleet import BranchOrder, BranchSum, Dropout, UpdateRules
 
 DataT = TypeVar("DataT", bound=BaseModel)
 BranchOrders = Callable[[Mapping[str, Plan]], BranchOrder]
@@ -66,13 +66,14 @@ def branch_plans(
     """
     rules, sums = None, dict[str, SumOf]()
     if order is not None:
-        watch, sums = order.norm_watch, sums_of(plans.values(), layout.num_parameters)
+        sums, given = sums_of(plans.values(), layout.num_parameters), order.rules
+        watch = given.norm_watch
         rules = SumRules(
             scale_bits=order.scale_bits,
-            max_weight_per_example=order.max_weight_per_example,
+            max_weight_per_example=given.max_weight_per_example,
             norm_multiple=None if watch is None else watch.multiple,
             largest_median=None if watch is None else watch.largest_median,
-            beyond_norm=order.beyond_norm,
+            beyond_norm=given.beyond_norm,
         )
     text = packed(plans)
     if len(text) > MAX_HEAD_CHARACTERS:
@@ -106,9 +107,11 @@ def order_in(message: BranchPlans, plans: Mapping[str, Plan]) -> BranchOrder:
     return BranchOrder(
         plans=plans,
         scale_bits=rules.scale_bits,
-        max_weight_per_example=rules.max_weight_per_example,
-        norm_watch=watch,
-        beyond_norm=rules.beyond_norm,
+        rules=UpdateRules(
+            max_weight_per_example=rules.max_weight_per_example,
+            norm_watch=watch,
+            beyond_norm=rules.beyond_norm,
+        ),
     )
 
 

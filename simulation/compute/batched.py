@@ -25,7 +25,7 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.common.task import tell_round
-from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
+from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.device_sums import JointSums
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.compute.one_by_one import OneByOne
@@ -178,7 +178,7 @@ class BatchedCompute:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateSeries | UpdateBatch | Dropout]:
+    ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Yield the sums of the devices' updates, then the updates of devices computed alone."""
         honest, alone = self._split_liars(clients)
         prediction = predict_round(self._devices, honest)
@@ -242,7 +242,7 @@ class BatchedCompute:
         if len(columns):
             yield columns.some(np.arange(start, len(columns))) if start else columns
 
-    def _sum_finite(self, block: RoundColumns) -> tuple[UpdateBatch | None, list[ClientPlan]]:
+    def _sum_finite(self, block: RoundColumns) -> tuple[UpdateBlock | None, list[ClientPlan]]:
         """Sum the updates of a block; return the sum, and the devices to compute alone."""
         rest: list[ClientPlan] = []
         while len(block):
@@ -255,7 +255,7 @@ class BatchedCompute:
             if not bad.any() and not (all_finite(values_P) and self._is_known(values_P)):
                 bad[:] = True
             if not bad.any():
-                return UpdateBatch(values_P=values_P, reports=reports), rest
+                return UpdateBlock(vectors=[values_P], reports=reports), rest
             rest += [block.clients[at] for at in np.flatnonzero(bad).tolist()]
             block = block.some(np.flatnonzero(~bad))
         return None, rest

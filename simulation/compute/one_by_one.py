@@ -22,7 +22,7 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
 from headwater.common.sums.coding import VectorCoding
 from headwater.server.aggregation.round_reports import in_all
-from headwater.server.fleet import Dropout, UpdateSeries
+from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.dry_run import foreseen_alone
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.window_passes import WindowPasses
@@ -56,7 +56,7 @@ class OneByOne:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateSeries | Dropout]:
+    ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Yield the devices' replies; the vectors are valid until the next reply is requested."""
         yield from self.replies(
             clients, image.buffer(), run_id=run_id, timeout_seconds=timeout_seconds
@@ -70,7 +70,7 @@ class OneByOne:
         run_id: int,
         timeout_seconds: float | None,
         accumulators: Sequence[Accumulator] | None = None,
-    ) -> Iterator[Update | UpdateSeries | Dropout]:
+    ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Let devices carry out their plans on the model of this image, and store their positions.
 
         The replies are in the devices' order; see ``train``. The vectors of a series are those of
@@ -106,7 +106,7 @@ class OneByOne:
 
     def _series(
         self, planned: RoundColumns, positions: Ints, accumulators: Sequence[Accumulator]
-    ) -> Iterator[UpdateSeries | ClientPlan]:
+    ) -> Iterator[UpdateBlock | ClientPlan]:
         """Sum the windows of a block; yield the updates, and the devices that must do it alone."""
         self._devices.trainer.checkpointed.set_up(planned.clients[0].name)
         found = self._passes.sum(planned, positions, accumulators)
@@ -120,13 +120,13 @@ class OneByOne:
             are_summed=False,
         )
         if not found.has_failed.any():
-            yield UpdateSeries(vectors=vectors, reports=reports)
+            yield UpdateBlock(vectors=vectors, reports=reports)
             return
         ends = np.flatnonzero(found.has_failed).tolist()
         for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(planned)], strict=True):
             if end > start:
                 some = reports.some(np.arange(start, end))
-                yield UpdateSeries(vectors=vectors[start:end], reports=some)
+                yield UpdateBlock(vectors=vectors[start:end], reports=some)
             if end < len(planned):
                 yield planned.clients[end]
 

@@ -42,7 +42,7 @@ from headwater.common.system.heap import (
 )
 from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.portability import PipeEnd
-from headwater.server.fleet import UpdateSeries
+from headwater.server.fleet import UpdateBlock
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -249,7 +249,7 @@ def _carried_out(
         timeout_seconds=order.timeout_seconds,
         accumulators=[accumulators[slot] for slot in order.slots] if accumulators else None,
     ):
-        if isinstance(reply, UpdateSeries):  # its vectors are in their slots
+        if isinstance(reply, UpdateBlock):  # its vectors are in their slots
             assert isinstance(reply.reports, CohortReports)
             replies += [None] * len(reply.vectors)
             blocks.append(reply.reports.without_clients())

@@ -44,7 +44,7 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.settings.schema import Settings
 from headwater.common.system.portability import PipeEnd, num_usable_cores
-from headwater.server.fleet import Dropout, UpdateSeries
+from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.worker import (
     SharedVectors,
@@ -233,7 +233,7 @@ class WorkerPool:
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateSeries | Dropout]:
+    ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Yield the devices' replies in turn; the vectors are valid until the next is requested.
 
         Raises:
@@ -263,7 +263,7 @@ class WorkerPool:
                 del replies[at + len(run)]
                 run.append(following)
             slots = [self._shared.slots[(at + n) % self._num_slots] for n in range(len(run))]
-            yield UpdateSeries(vectors=slots, reports=_reports_of(run))
+            yield UpdateBlock(vectors=slots, reports=_reports_of(run))
             at += len(run)
 
     def _hand_out(

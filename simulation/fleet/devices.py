@@ -23,7 +23,7 @@ from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Updat
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
-from headwater.server.fleet import Dropout, UpdateBatch, UpdateSeries
+from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.fleet.faults import LiarFault, absent_seconds, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
@@ -74,7 +74,7 @@ class Compute(Protocol):
         *,
         run_id: int,
         timeout_seconds: float | None,
-    ) -> Iterator[Update | UpdateSeries | UpdateBatch | Dropout]:
+    ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Yield the devices' replies; a vector is valid until the next reply is requested."""
         ...
 

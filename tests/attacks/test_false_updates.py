@@ -21,7 +21,8 @@ from headwater.common.task import MAX_METRICS, load_task
 from headwater.common.transport.wire_pb2 import Instruction
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.rounds.open_round import BeyondNorm, OpenRound
+from headwater.server.fleet import BeyondNorm, UpdateRules
+from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.run_state import Training
 from tests.attacks.raw import TASK, VECTOR, RawDevice, Run, cohort, head_of
 
@@ -173,10 +174,10 @@ def test_no_bits_of_a_vector_move_the_mean_beyond_the_limit(
     opened = OpenRound(
         plans={"honest": plan, "attacker": plan},
         total=total,
-        max_weight_per_example=1,
+        rules=UpdateRules(
+            norm_watch=NormWatch(multiple=10.0, largest_median=1.0), beyond_norm=beyond
+        ),
         owned={"honest": 24, "attacker": 24},
-        norm_watch=NormWatch(multiple=10.0, largest_median=1.0),
-        beyond_norm=beyond,
     )
     values_P = torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32).copy())
     for name, vector_P, sent in (("honest", torch.ones(11), 8), ("attacker", values_P, weight)):

@@ -23,7 +23,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum, PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.fleet import BranchOrder, BranchSum, Fleet
+from headwater.server.fleet import BranchOrder, BranchSum, Fleet, UpdateRules
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.tree.aggregator import Aggregator
@@ -146,9 +146,7 @@ def test_an_aggregator_that_must_end_early_sends_the_sum_of_what_it_has() -> Non
     sent = BranchOrder(
         plans=order(["a", "b", "c"]),
         scale_bits=root.scale_bits,
-        max_weight_per_example=1,
-        norm_watch=None,
-        beyond_norm="refuse",
+        rules=UpdateRules(),
     )
     vectors = updates(2)
     answers = [
@@ -210,9 +208,8 @@ def round_of_three() -> OpenRound:
     return OpenRound(
         plans=order(["a", "b", "c"]),
         total=opened(3),
-        max_weight_per_example=1,
+        rules=UpdateRules(norm_watch=NormWatch(multiple=100.0)),
         owned=dict.fromkeys("abc", 10),
-        norm_watch=NormWatch(multiple=100.0),
     )
 
 

@@ -78,7 +78,7 @@ def run(tmp_path: Path) -> Iterator[ControlledRun]:
 def opened_round(plans: dict[str, Plan]) -> OpenRound:
     total = CohortSum(ModelLayout(trainable=()))
     owned = dict.fromkeys(plans, 2**53)
-    return OpenRound(plans=plans, total=total, max_weight_per_example=1, owned=owned)
+    return OpenRound(plans=plans, total=total, owned=owned)
 
 
 def test_pause_and_resume_reach_the_rounds_and_the_devices(run: ControlledRun) -> None:

@@ -88,7 +88,6 @@ def test_refusals_of_rounds_and_streams_are_added() -> None:
     opened = OpenRound(
         plans={},
         total=CohortSum(ModelLayout(trainable=())),
-        max_weight_per_example=1,
         owned={},
     )
     opened.refusals["CorruptUpdate"] += 4

@@ -158,9 +158,7 @@ def test_names_of_a_hostile_device_are_shown_as_they_are() -> None:
 def opened(*names: str) -> OpenRound:
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
     total = CohortSum(ModelLayout(trainable=()))
-    return OpenRound(
-        plans=dict.fromkeys(names, plan), total=total, max_weight_per_example=1, owned={}
-    )
+    return OpenRound(plans=dict.fromkeys(names, plan), total=total, owned={})
 
 
 def test_the_wait_of_each_part_of_a_round_is_named() -> None:

@@ -31,7 +31,7 @@ def opened(*names: str) -> OpenRound:
     plans = dict.fromkeys(names, PLAN)
     owned = dict.fromkeys(names, 50)
     total = CohortSum(ModelLayout(trainable=()))
-    return OpenRound(plans=plans, total=total, max_weight_per_example=1, owned=owned)
+    return OpenRound(plans=plans, total=total, owned=owned)
 
 
 @pytest.fixture

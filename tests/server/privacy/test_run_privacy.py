@@ -164,9 +164,7 @@ def round_of_three() -> tuple[RunPrivacy, CohortSum, OpenRound, Callable[[str], 
     total = CohortSum(shape)
     bits = plain_scale_bits(terms_of(private.values()))
     total.open(num_clients=3, planned_weight=40, scale_bits=bits)
-    opened = OpenRound(
-        plans=private, total=total, max_weight_per_example=1, owned=dict.fromkeys(NAMES, 100)
-    )
+    opened = OpenRound(plans=private, total=total, owned=dict.fromkeys(NAMES, 100))
 
     def values(name: str) -> Tensor:
         drawn = np.random.default_rng(NAMES.index(name)).normal(size=shape.num_parameters)
@@ -362,9 +360,7 @@ def test_a_bit_that_is_missing_or_was_not_asked_for_is_refused(
     private = privacy.private_plans(plans(), max_weight_per_example=1, owned=OWNED)
     total = CohortSum(layout())
     total.open(num_clients=3, planned_weight=40, scale_bits=20)
-    opened = OpenRound(
-        plans=private, total=total, max_weight_per_example=1, owned=dict.fromkeys(NAMES, 100)
-    )
+    opened = OpenRound(plans=private, total=total, owned=dict.fromkeys(NAMES, 100))
     values = torch.zeros(layout().num_parameters)
     opened.take(update("a", values, weight=16, quota=16, clip_bit=told))
     assert opened.refused["a"].code == "CountOutOfRange"

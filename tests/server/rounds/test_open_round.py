@@ -12,7 +12,7 @@ from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import ReportBatch, UpdateBatch, UpdateSeries
+from headwater.server.fleet import ReportBatch, UpdateBlock
 from headwater.server.rounds.open_round import OpenRound
 from tests.plans import plan_of
 
@@ -40,9 +40,7 @@ def refusal(
     )
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=1, planned_weight=plan.max_examples)
-    opened = OpenRound(
-        plans={"pi": plan}, total=total, max_weight_per_example=1, owned={"pi": 2**53}
-    )
+    opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2**53})
     report = UpdateReport(
         name="pi",
         round=1,
@@ -112,8 +110,9 @@ def test_an_update_holds_a_step_an_example_and_one_more_at_the_most(
 class Reports(ReportBatch):
     """The reports of several clients."""
 
-    def __init__(self, *reports: UpdateReport) -> None:
+    def __init__(self, *reports: UpdateReport, are_summed: bool = True) -> None:
         self._reports = reports
+        self.are_summed = are_summed
 
     def __len__(self) -> int:
         return len(self._reports)
@@ -148,12 +147,10 @@ def taken(*batches: Sequence[tuple[str, int]]) -> OpenRound:
     plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=3, planned_weight=12)
-    opened = OpenRound(
-        plans=dict.fromkeys("abc", plan), total=total, max_weight_per_example=1, owned={}
-    )
+    opened = OpenRound(plans=dict.fromkeys("abc", plan), total=total, owned={})
     for batch in batches:
         reports = Reports(*(report_of(*one) for one in batch))
-        opened.take(UpdateBatch(values_P=torch.zeros(0), reports=reports))
+        opened.take(UpdateBlock(vectors=[torch.zeros(0)], reports=reports))
     assert total.weight == sum(report.num_examples for report in opened.accepted.values())
     return opened
 
@@ -195,12 +192,10 @@ def test_a_series_is_added_without_the_updates_that_are_not_finite() -> None:
     layout = layout_of(torch.nn.Linear(1, 1))
     total = CohortSum(layout)
     total.open(num_clients=3, planned_weight=12)
-    opened = OpenRound(
-        plans=dict.fromkeys("abc", plan), total=total, max_weight_per_example=1, owned={}
-    )
+    opened = OpenRound(plans=dict.fromkeys("abc", plan), total=total, owned={})
     vectors = [torch.ones(2), torch.tensor([1.0, torch.nan]), 2 * torch.ones(2)]
-    reports = Reports(*(report_of(name, 4) for name in "abc"))
-    opened.take(UpdateSeries(vectors=vectors, reports=reports))
+    reports = Reports(*(report_of(name, 4) for name in "abc"), are_summed=False)
+    opened.take(UpdateBlock(vectors=vectors, reports=reports))
     assert list(opened.accepted) == ["a", "c"]
     assert opened.refused["b"].code == "NonFiniteUpdate"
     assert opened.weight == total.weight == 8

@@ -48,7 +48,7 @@ class Round(OpenRound):
         else:
             self.total.open_part(part_of.total.scale_bits)
         extra = ExtraSums.of(plans.values(), SIZE)
-        common: Any = {"max_weight_per_example": 1, "owned": {}, "extra": extra}
+        common: Any = {"owned": {}, "extra": extra}
         super().__init__(plans=plans, total=self.total, **common)
 
     def sums(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from headwater.common.tree.branch_messages import (
 )
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.fleet import BranchOrder, BranchSum, Dropout
+from headwater.server.fleet import BranchOrder, BranchSum, Dropout, UpdateRules
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.tree.branch_wire import (
     branch_plans,
@@ -79,9 +79,7 @@ def order(plans: Mapping[str, Plan], *, watch: NormWatch | None = None) -> Branc
     return BranchOrder(
         plans=plans,
         scale_bits=total.scale_bits,
-        max_weight_per_example=1,
-        norm_watch=watch,
-        beyond_norm="refuse",
+        rules=UpdateRules(norm_watch=watch),
     )
 
 
@@ -93,9 +91,8 @@ def summed(plans: Mapping[str, Plan], names: Sequence[str], *, seed: int = 0) ->
     opened = OpenRound(
         plans=plans,
         total=total,
-        max_weight_per_example=1,
+        rules=UpdateRules(norm_watch=NormWatch(multiple=100.0)),
         owned={},
-        norm_watch=NormWatch(multiple=100.0),
     )
     random = torch.Generator().manual_seed(seed)
     for name in plans:
@@ -294,7 +291,7 @@ def test_a_branch_is_refused_whole_if_any_of_its_reports_is_not_of_the_round_s_p
     assert isinstance(second, UpdateReport)
     total = CohortSum(LAYOUT)
     total.open(num_clients=4, planned_weight=16)
-    opened = OpenRound(plans=plans, total=total, max_weight_per_example=1, owned={})
+    opened = OpenRound(plans=plans, total=total, owned={})
     opened.take(replace(sent, reports=(first, second.model_copy(update=changes))))
     assert {name: error.code for name, error in opened.refused.items()} == {"a": code, "b": code}
     assert (opened.accepted, total.weight) == ({}, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import ReportFields, Update
-from headwater.server.fleet import Answer, Dropout, UpdateSeries
+from headwater.server.fleet import Answer, Dropout, UpdateBlock
 
 FIELDS = (
     *("name", "round", "num_examples", "weight", "loss_sum", "metric_sums", "micro_batch_size"),
@@ -34,7 +34,7 @@ class Single:
 def singles(answers: Iterable[Answer]) -> Iterator[Single]:
     """Yield each client's answer by itself, with a vector of its own."""
     for answer in answers:
-        if isinstance(answer, UpdateSeries):
+        if isinstance(answer, UpdateBlock):
             for values_P, report in zip(answer.vectors, answer.reports, strict=True):
                 yield _single(values_P, report)
         elif isinstance(answer, Update):

@@ -15,7 +15,7 @@ from headwater.common.errors import MissingData
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
-from headwater.server.fleet import UpdateSeries
+from headwater.server.fleet import UpdateBlock
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -172,5 +172,5 @@ def test_devices_whose_work_is_foreseen_send_one_series_of_updates() -> None:
     clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
     image = devices.trainer.image
     [series] = OneByOne(devices).train(clients, image, run_id=1, timeout_seconds=None)
-    assert isinstance(series, UpdateSeries)
+    assert isinstance(series, UpdateBlock)
     assert [report.name for report in series.reports] == [client.name for client in clients]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.messages import ReportFields, Update
 from headwater.common.settings.sources import load
-from headwater.server.fleet import UpdateBatch
+from headwater.server.fleet import UpdateBlock
 from headwater.simulation.compute.batched import BatchedCompute
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import ClientPlan, Devices
@@ -93,8 +93,8 @@ def test_local_steps_in_one_pass_give_each_device_s_own_update(
     total_P = torch.zeros(len(image.values_P), dtype=torch.float64)
     reports: dict[str, ReportFields] = {}
     for batch in batched.train(clients, image, run_id=1, timeout_seconds=None):
-        assert isinstance(batch, UpdateBatch)
-        total_P += batch.values_P
+        assert isinstance(batch, UpdateBlock)
+        total_P += batch.vectors[0]
         reports |= {report.name: report for report in batch.reports}
         norms = batch.reports.norms_per_weight
         assert norms is not None
