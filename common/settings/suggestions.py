@@ -40,14 +40,14 @@ def flag_hint(flag: str, own: list[str]) -> str:
     Of a flag that other commands have, or nearly have, these are named. ``own`` are the flags of
     the command that was called.
     """
-    if replacement := replacement_of(flag):
-        return replacement
-    if flag in ELSEWHERE:
-        return f" {ELSEWHERE[flag][0].upper()}{ELSEWHERE[flag][1:]}."
     others: dict[str, set[str]] = {}
     for setting in all_settings().values():
         for name in filter(None, (*setting.flag.split("/"), setting.alias)):
             others.setdefault(name, set()).update(setting.commands.intersection(MAIN_COMMANDS))
+    if flag not in others and (replacement := replacement_of(flag)):
+        return replacement
+    if flag in ELSEWHERE:
+        return f" {ELSEWHERE[flag][0].upper()}{ELSEWHERE[flag][1:]}."
     names = {name.removeprefix("--"): name for name in (*others, *own) if others.get(name, own)}
     near = get_close_matches(flag.removeprefix("--"), names, n=1)
     if not near:

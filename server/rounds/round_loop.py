@@ -18,6 +18,7 @@ from headwater.common.errors import (
     TaskError,
     TermEnded,
 )
+from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
@@ -82,7 +83,7 @@ def run(
     try:
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
-            write_settings(folder, settings)
+            write_settings(folder, _with_rounds_done(settings, training.round))
             keep_frozen(folder, training.image)
             if resume:
                 observer.resumed(training.round, training.changed)
@@ -111,6 +112,13 @@ def run(
         training.optimizer.keep()
     finally:
         observer.ended()
+
+
+def _with_rounds_done(settings: Settings, done: int) -> Settings:
+    """Return the settings of a run's folder: no fewer rounds than the run has."""
+    if settings.has_round_after(done):
+        return settings
+    return settings.model_copy(update={"rounds": done})
 
 
 def _leave(training: Training, fleet: Fleet, folder: Path) -> None:

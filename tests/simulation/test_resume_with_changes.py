@@ -78,6 +78,13 @@ def test_a_run_that_has_its_rounds_is_called_done(out: Path) -> None:
     assert "--rounds N" in done.stdout
 
 
+def test_fewer_rounds_than_a_run_has_change_nothing_in_its_folder(out: Path) -> None:
+    before = (out / SETTINGS_FILE).read_bytes()
+    done = simulated(out, "--resume", "--rounds", "1")
+    assert "already done: the run has 2 rounds, and --rounds is 1" in done.stdout
+    assert (out / SETTINGS_FILE).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -303,6 +303,12 @@ def test_a_removed_flag_says_what_replaced_it(app: typer.Typer, flag: str, remed
         ("simulate", "--roundz 3", "No such option '--roundz'. Did you mean '--rounds'?"),
         ("server", "--bogus", "No such option '--bogus'."),
         (
+            "client",
+            "--local-steps 3",
+            "No such option '--local-steps'. --local-steps is an option of headwater-server and "
+            "headwater-simulate.",
+        ),
+        (
             "server",
             "--data rows.csv",
             "No such option '--data'. --data is an option of headwater-client and "
