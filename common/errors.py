@@ -106,6 +106,9 @@ class UnknownTask(SettingsError):
     """The task's file, module or class does not exist or cannot be imported."""
     is_private = True
     remedy = "name it as --task path/to/my_task.py:MyTask, or package.module:MyTask"
+class CodeChanged(SettingsError):
+    """A queued run's file of code is not the one that it was submitted with."""
+    remedy = "put the file back as it was, or submit the run again"
 class MissingData(SettingsError):
     """The data path does not exist or cannot be read."""
     is_private = True

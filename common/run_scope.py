@@ -129,6 +129,11 @@ def note_modules(names: Collection[str], folders: Collection[Path]) -> None:
                 _loaded[name] = file, _stamp(file)
 
 
+def loaded_files() -> list[Path]:
+    """Return the files of the user's modules that this process has imported."""
+    return [file for file, _ in _loaded.values()]
+
+
 def forget_changed_modules() -> None:
     """Forget all of the user's modules if the file of one has changed, as they import each other.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.common.settings.schema import Settings
+from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import default_out, load_run
 from headwater.common.system.console import console
 from headwater.common.transport.tls import Credentials
@@ -34,7 +34,7 @@ def serve_runs(
     A run that others have followed is closed: its server goes on with the last of them.
 
     Raises:
-        HeadwaterError: see ``serve_run`` and ``take_next``.
+        HeadwaterError: see ``serve_run``, ``take_next`` and ``check_submitted``.
     """
     assert settings.out is not None
     first, queue = settings, run_queue(settings.out)
@@ -44,6 +44,8 @@ def serve_runs(
         settings = _left_in(last, first, address=None)
     while True:
         assert settings.out is not None
+        if resume and settings.submitted_code is not None:
+            _check_submitted(settings, settings.out)
         print_settings(settings, where=settings.server.listen)
         with show_progress(settings) as (on_round, observer):
             end = serve_run(
@@ -72,3 +74,13 @@ def _left_in(out: Path, first: Settings, *, address: str | None) -> Settings:
     from headwater.server.succession.submission import of_this_server
 
     return of_this_server(load_run(None, {"out": out}, resume=True), first, address=address)
+
+
+def _check_submitted(settings: Settings, out: Path) -> None:
+    """Check the code of a queued run that has taken no step, also if its server was killed."""
+    from headwater.server.rounds.checkpoint import saved_round
+    from headwater.server.succession.submitted_code import check_submitted
+
+    if saved_round(out) is None:
+        file = out / SETTINGS_FILE
+        check_submitted(settings, remedy=f"put the file back, or take submitted_code out of {file}")

@@ -25,7 +25,7 @@ Changes = dict[str, tuple[Any, Any]]
 """The values before and after, by the setting's dotted key."""
 
 # Where a run is, and not what it does: the same run may go on in another place.
-PLACES = ("out", "track", "insecure", "check_task", "server.", "client.", "tls.")
+PLACES = ("out", "track", "insecure", "check_task", "submitted_code", "server.", "client.", "tls.")
 
 
 def values_of(settings: Settings) -> Values:

@@ -147,6 +147,13 @@ class Settings(Branch):
         on="client simulate",
         panel=TASK,
     )
+    submitted_code: str | None = setting(
+        None,
+        "written by `headwater-server submit`: the SHA-256 of each file of the run's code; the run "
+        "begins with no other code",
+        on="",
+        panel=RUN,
+    )
     plain_text: bool = setting(
         False,
         "allow a run without TLS and certificates beyond loopback: anyone on the way may read and "

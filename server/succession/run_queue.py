@@ -121,11 +121,19 @@ def take_next(folder: Path, *, default_out: Path) -> Path | None:
 
     Raises:
         StateError: the queue cannot be read or written.
+        CodeChanged: a file of its code is not the one that it was submitted with; it waits on.
     """
+    from headwater.server.succession.submitted_code import check_submitted  # not for ``status``
+
     waiting = queued_runs(folder)
     if not waiting:
         return None
     first = waiting[0]
+    check_submitted(
+        first.settings,
+        remedy=f"put the file back; or delete {first.file} and submit the run again. Then go on "
+        f"with: headwater-server --resume --out {folder}",
+    )
     out = _free_folder((first.settings.out or default_out).absolute(), other_than=folder)
     settings = first.settings.model_copy(update={"out": out})
     pointer = {"out": str(out), "file": first.file.name}

@@ -1,8 +1,8 @@
 """Checks the settings of a run before it is put into a server's queue.
 
 A mistake is found when the run is submitted, and not days later, when the run before it ends: the
-task is loaded, the model built, the optimizer made. Paths become absolute if the server runs in
-another working folder.
+task is loaded, the model built, the optimizer made, and the files of code are noted. Paths become
+absolute if the server runs in another working folder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headwater.common.settings.sources import default_out, load
 from headwater.common.task_spec import source_file, split_place
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run_state import Training
+from headwater.server.succession.submitted_code import noted_code
 
 
 def read_submission(config: Path, *, server_folder: Path | None) -> Settings:
@@ -42,7 +43,7 @@ def read_submission(config: Path, *, server_folder: Path | None) -> Settings:
         check_code(settings, config, folder=server_folder)
     written = settings.model_copy(update={"out": settings.out or default_out(settings)})
     Training(written, run_id=0).check()
-    return settings
+    return settings.model_copy(update={"submitted_code": noted_code(settings)})
 
 
 def _with_absolute_paths(settings: Settings) -> Settings:
