@@ -3,21 +3,30 @@
 A small file NAME is kept as NAME.00000001, NAME.00000002, ...: the highest number is its content.
 Replacing it means to link a complete file to the next number, which fails if that exists (link(2)
 is atomic on local disks and over NFS). So two writers never both succeed, and no lock is held that
-a stopped process could keep. The last ``NUM_KEPT`` numbers stay, so that a writer that was stopped
-for long, and links to a number that was removed meanwhile, finds a higher one afterwards.
+a stopped process could keep. The first and the last ``NUM_KEPT`` numbers stay, and of the others
+the lowest are removed first. So a writer that was stopped for long, and links to a number that was
+removed meanwhile, finds that the number before it is gone.
+
+Nothing follows from what a network's file system may tell from a cache (names, attributes): whether
+a number is there is found out by linking, which the file system's server does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 
 NUM_KEPT = 8
+NUM_READS, READ_SECONDS = 50, 0.02  # a list of names may be old for longer: the caller asks again
 DIGITS = 12
 NEW = ".new-"
 FILES = "files"
@@ -31,17 +40,19 @@ class SharedFolder:
 
     def read(self, name: str) -> tuple[bytes, str] | None:
         """Return the content and number of a small file; None if there is none."""
-        while True:
+        for _ in range(NUM_READS):
             numbers = self._numbers(name)
             if not numbers:
                 return None
             # Otherwise it was removed since it was listed, and there are higher ones.
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), _stale_is_missing():
                 content = self._path(name, numbers[-1]).read_bytes()
                 return content, str(numbers[-1])
+            time.sleep(READ_SECONDS)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self._folder))
 
     def write_if_unchanged(self, name: str, content: bytes, version: str | None) -> str | None:
-        """Link the content to the next number; None if that, or a higher one, exists."""
+        """Link the content to the next number; None if that, or a higher one, exists or did."""
         number = int(version or 0) + 1
         make_private_folder(self._folder)
         new = self._folder / f"{NEW}{secrets.token_hex(8)}"
@@ -53,10 +64,13 @@ class SharedFolder:
                 return None
         finally:
             new.unlink(missing_ok=True)
+        if number > 1 and not self._is_there(self._path(name, number - 1)):
+            self._path(name, number).unlink(missing_ok=True)
+            return None
         numbers = self._numbers(name)
         if numbers[-1] > number:
             return None
-        for old in numbers[:-NUM_KEPT]:
+        for old in numbers[1:-NUM_KEPT]:
             self._path(name, old).unlink(missing_ok=True)
         return str(number)
 
@@ -76,7 +90,8 @@ class SharedFolder:
 
     def download(self, name: str, file: Path) -> None:
         """Copy a stored file to a path."""
-        shutil.copyfile(self._folder / FILES / name, file)
+        with _stale_is_missing():
+            shutil.copyfile(self._folder / FILES / name, file)
 
     def stored(self) -> list[str]:
         """Return the names of the stored files."""
@@ -89,6 +104,17 @@ class SharedFolder:
 
     def _path(self, name: str, number: int) -> Path:
         return self._folder / f"{name}.{number:0{DIGITS}}"
+
+    def _is_there(self, path: Path) -> bool:
+        """Return whether a file exists, by linking it: a cache may still have one that is gone."""
+        link = self._folder / f"{NEW}{secrets.token_hex(8)}"
+        try:
+            with _stale_is_missing():
+                os.link(path, link)
+        except FileNotFoundError:
+            return False
+        link.unlink(missing_ok=True)
+        return True
 
     def _numbers(self, name: str) -> list[int]:
         """Return the numbers of a small file, the lowest first."""
@@ -110,3 +136,18 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def _stale_is_missing() -> Iterator[None]:
+    """Say of a file that another server has removed meanwhile, as NFS says it, that it is gone.
+
+    Raises:
+        FileNotFoundError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
+        raise

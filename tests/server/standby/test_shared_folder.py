@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -51,6 +54,35 @@ def test_a_writer_who_missed_any_number_of_versions_changes_nothing(
     assert store.read("term") == (b"%d" % (num_missed - 1), version)
 
 
+class OldNames(SharedFolder):
+    """A folder on a network's file system, which lists old names and the one just written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._known = super()._numbers("term")
+
+    def _numbers(self, name: str) -> list[int]:
+        own = self._known[-1] + 1
+        return [*self._known, *([own] if self._path(name, own).exists() else [])]
+
+
+@pytest.mark.parametrize("num_missed", [1, NUM_KEPT - 1, NUM_KEPT, 3 * NUM_KEPT])
+def test_a_writer_whose_list_of_names_is_old_changes_nothing(
+    num_missed: int, tmp_path: Path
+) -> None:
+    store = SharedFolder(tmp_path)
+    first = store.write_if_unchanged("term", b"0", None)
+    version = old = store.write_if_unchanged("term", b"0", first)
+    late = OldNames(tmp_path)
+    for number in range(num_missed):
+        version = store.write_if_unchanged("term", b"%d" % number, version)
+        assert version is not None
+    assert late.write_if_unchanged("term", b"late", old) is None
+    assert late.write_if_unchanged("term", b"a new run", None) is None
+    assert store.read("term") == (b"%d" % (num_missed - 1), version)
+    assert store.write_if_unchanged("term", b"next", version) is not None
+
+
 def test_stored_files_come_back_whole_and_only_their_owner_reads_them(tmp_path: Path) -> None:
     store, source, copy = SharedFolder(tmp_path / "shared"), tmp_path / "source", tmp_path / "copy"
     source.write_bytes(bytes(range(256)) * 9_000)
@@ -65,6 +97,20 @@ def test_stored_files_come_back_whole_and_only_their_owner_reads_them(tmp_path: 
     store.remove("1-1-model")
     with pytest.raises(FileNotFoundError):
         store.download("1-1-model", copy)
+
+
+def test_a_file_that_another_server_removes_while_it_is_read_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS says so by an error of its own, with which a standby would have ended."""
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    store = SharedFolder(tmp_path / "shared")
+    monkeypatch.setattr(shutil, "copyfile", stale)
+    with pytest.raises(FileNotFoundError):
+        store.download("1-1-model", tmp_path / "copy")
 
 
 def test_a_user_s_own_class_is_a_store_and_one_that_lacks_a_method_is_refused(
