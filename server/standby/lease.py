@@ -2,6 +2,10 @@
 
 The thread replaces the record four times in ``term_seconds``. If it finds another holder, or cannot
 reach the store for ``term_seconds``, the term has ended: ``check`` raises, and so does each commit.
+
+A store on a network's file system may also not answer at all, for as long as its server is away.
+Then no thread that asks it can do anything, and the devices would stay with this server for as
+long. So another thread ends the process, once the store has not answered for two terms, and 10 s.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from headwater.server.standby.term_record import NAME, TermRecord
 log = logging.getLogger(__name__)
 
 BEATS_PER_TERM = 4
+SILENT_LOOKS = 8  # counted, as the clock also goes on in a process that is stopped
+MIN_SILENT_SECONDS = 10.0
 
 Change = Callable[[TermRecord], TermRecord]
 
@@ -36,8 +42,14 @@ class Lease:
         version: str,
         *,
         clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[int], object] = os._exit,
+        min_silent_seconds: float = MIN_SILENT_SECONDS,
     ) -> None:
-        """Hold the term whose record was just written; see ``take``."""
+        """Hold the term whose record was just written; see ``take``.
+
+        ``end_process`` is called, with the exit status, if the store does not answer for two terms,
+        and for ``min_silent_seconds``.
+        """
         self.record = record
         self._store = store
         self._version = version
@@ -46,7 +58,10 @@ class Lease:
         self._ended: TermEnded | None = None
         self._lock = threading.Lock()
         self._has_stopped = threading.Event()
+        self._end_process = end_process
+        self._silent_seconds = max(2 * record.term_seconds, min_silent_seconds)
         self._thread = threading.Thread(target=self._renew, name="term", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="term watch", daemon=True)
 
     @staticmethod
     def take(
@@ -65,6 +80,7 @@ class Lease:
     def start(self) -> None:
         """Start to renew the term."""
         self._thread.start()
+        self._watcher.start()
 
     def check(self) -> None:
         """Check that this server may serve, as far as is known without asking the store.
@@ -112,6 +128,22 @@ class Lease:
                     log.warning("the shared state cannot be reached: %s", error)
                 has_failed = True
                 self._end_if_lapsed(error)
+
+    def _watch(self) -> None:
+        renewed_at, num_silent = self._renewed_at, 0
+        while not self._has_stopped.wait(self._silent_seconds / SILENT_LOOKS):
+            if self._ended is not None:
+                return
+            num_silent = num_silent + 1 if self._renewed_at == renewed_at else 0
+            renewed_at = self._renewed_at
+            if num_silent >= SILENT_LOOKS:
+                log.error(
+                    "the shared state has not answered for %g s: this process ends, so that its "
+                    "devices find the other server; start it again with --standby",
+                    self._silent_seconds,
+                )
+                self._end_process(1)
+                return
 
     def _end_if_lapsed(self, error: OSError) -> None:
         seconds = self._clock() - self._renewed_at

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,3 +131,23 @@ def test_a_record_comes_back_as_it_was_and_a_damaged_one_is_named() -> None:
     for content in (b"", b"[]", b"{}", b'{"log_pieces": [], "other": 1}'):
         with pytest.raises(CheckpointCorrupt):
             TermRecord.of(content)
+
+
+def test_a_server_whose_store_does_not_answer_ends_so_that_its_devices_find_the_other(
+    tmp_path: Path,
+) -> None:
+    """As on a network's file system whose server is away: the call does not return."""
+    is_back, statuses = threading.Event(), queue.Queue[int]()
+
+    class Silent(SharedFolder):
+        def write_if_unchanged(self, name: str, content: bytes, version: str | None) -> str | None:
+            is_back.wait()
+            return super().write_if_unchanged(name, content, version)
+
+    record = TermRecord(term=1, term_seconds=SECONDS)
+    lease = Lease(
+        Silent(tmp_path), record, "1", end_process=statuses.put, min_silent_seconds=SECONDS
+    )
+    lease.start()
+    assert statuses.get(timeout=60.0) == 1
+    is_back.set()
