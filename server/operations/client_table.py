@@ -28,6 +28,8 @@ from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
 
 LEVEL = 1  # of zlib: higher ones take several times as long and save a tenth
+MAX_BYTES = 1 << 29
+"""Of a table once it is read: of a million clients with thirty steps each, and no more."""
 TEXTS = ("name", "reason", "plan")
 LISTS = ("step_seconds", "step_loss", "step_gradient_norm", "gradient_variance")
 LENGTH, TEXT = "num_steps", "texts"
@@ -89,7 +91,11 @@ class ClientTable(Sequence[Mapping[str, Any]]):
             ValueError: the bytes are of no table.
         """
         try:
-            columns = load(zlib.decompress(data))
+            stream = zlib.decompressobj()
+            content = stream.decompress(data, MAX_BYTES)
+            if not stream.eof:
+                raise ValueError(f"no table of clients: it is cut off, or beyond {MAX_BYTES:,} B")
+            columns = load(content)
             texts = json_of(columns.pop(TEXT).tobytes())
         except (zlib.error, SafetensorError, KeyError) as error:
             raise ValueError(f"no table of clients: {error}") from error
@@ -138,8 +144,11 @@ class StoredTable(Sequence[Mapping[str, Any]]):
         """
         try:
             with self.file.open("rb") as file:
-                file.seek(self.place["at"])
-                return ClientTable.of_bytes(file.read(self.place["num_bytes"]))
+                at, length = self.place["at"], self.place["num_bytes"]
+                if at + length > self.file.stat().st_size:
+                    raise ValueError(f"it has no table of {length:,} B at {at:,}")
+                file.seek(at)
+                return ClientTable.of_bytes(file.read(length))
         except (OSError, ValueError) as error:
             raise StateError(
                 f"the clients' figures in {self.file}: {error}",

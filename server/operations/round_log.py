@@ -247,10 +247,19 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 row = json_of(line)
             except ValueError:  # also bytes that are no text, as a power failure leaves them
                 row = None
-            if isinstance(row, dict) and isinstance(row.get("round"), int):
+            if isinstance(row, dict) and isinstance(row.get("round"), int) and _has_clients(row):
                 yield row
             else:
                 log.warning("%s: an incomplete line is skipped", path)
+
+
+def _has_clients(row: Mapping[str, Any]) -> bool:
+    """Whether a line's clients are none, a list, or a place in a file of tables."""
+    place = row.get("clients")
+    if not isinstance(place, dict):
+        return place is None or isinstance(place, list)
+    numbers = [place.get(name) for name in ("at", "num_bytes", "num_clients")]
+    return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
 def _draw(folder: Path) -> None:

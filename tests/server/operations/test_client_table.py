@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import headwater
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
+from headwater.server.operations import client_table
 from headwater.server.operations.client_table import ClientTable
 from headwater.server.operations.log_limits import RowsFile, older_file, tables_beside
 from headwater.server.operations.round_log import MAX_IN_LINE, ROUNDS, RoundLog, read_rows, rows_of
@@ -144,6 +146,26 @@ def test_a_damaged_table_is_named_and_the_rows_are_read(tmp_path: Path, damage: 
     assert [row["round"] for row in rows] == [1, 2, 3]
     with pytest.raises(StateError, match=r"the clients' figures in .*rounds\.tables"):
         rows[0]["clients"][0]
+
+
+def test_a_table_that_grows_without_end_or_is_told_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(tmp_path)
+    path, tables = tmp_path / ROUNDS, tables_beside(tmp_path / ROUNDS)
+    first, second, third = map(json.loads, path.read_text().splitlines())
+    monkeypatch.setattr(client_table, "MAX_BYTES", 1 << 20)
+    bomb = zlib.compress(bytes(1 << 22))
+    tables.write_bytes(bomb)
+    first["clients"] |= {"at": 0, "num_bytes": len(bomb)}
+    second["clients"]["num_bytes"] = 2**61
+    third["clients"]["at"] = -1
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, second, third)))
+    rows = read_rows(tmp_path)
+    assert [row["round"] for row in rows] == [1, 2]
+    for row in rows:
+        with pytest.raises(StateError, match="the clients' figures in"):
+            row["clients"][0]
 
 
 def test_a_full_file_takes_its_tables_along(tmp_path: Path) -> None:
