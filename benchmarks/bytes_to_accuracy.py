@@ -10,6 +10,9 @@ and down, without headers; a model that is sent whole counts whole.
 For each way ``megabytes`` is the median over seeds of the bytes until the server's test first shows
 95 % (null: not in all seeds within the rounds), ``final`` the median accuracy after the last round,
 and ``share`` the megabytes over the peer's. ``benchmarks.error_feedback`` measures feedback.
+
+``--picture FILE`` draws the accuracy by rounds and by bytes instead (docs/accuracy.png), of one
+exact step of the defaults a round, of five local epochs in int8, and of Flower's FedAvg.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import logging
 import random
 import statistics
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,8 +36,12 @@ from headwater.simulation.run import run_engine
 
 log = logging.getLogger(__name__)
 
+Curve = list[tuple[float, float]]
+"""The megabytes sent so far and the test accuracy, after each round."""
+
 SEEDS = (0,)
 NUM_CLIENTS, NUM_ROUNDS, RATE, BATCH_SIZE = 20, 30, 0.1, 16
+PICTURE_ROUNDS = 60
 TARGET = 0.95
 EPOCHS = (1, 5)
 COHORTS = {"all": None, "five": 5}
@@ -74,20 +82,18 @@ def settings_of(seed: int, rounds: int, fleet: Path, changes: dict[str, Any]) ->
     return with_fleet(load(None, given | changes))
 
 
-def ours(settings: Settings) -> tuple[float | None, float]:
-    """Return the megabytes to the target, and the last accuracy."""
+def ours(settings: Settings) -> Curve:
+    """Run a simulation."""
     rows: list[RoundRow] = []
     run_engine(settings, on_round=rows.append, resume=False)
-    total, reached = 0, None
-    for row in rows:
-        total += row.bytes_up + row.bytes_down
-        if reached is None and row.metrics["test_accuracy"] >= TARGET:
-            reached = total / 1e6
-    return reached, rows[-1].metrics["test_accuracy"]
+    sent = accumulate(row.bytes_up + row.bytes_down for row in rows)
+    return [
+        (total / 1e6, row.metrics["test_accuracy"]) for total, row in zip(sent, rows, strict=True)
+    ]
 
 
-def flowers(settings: Settings, *, epochs: int, invited: int) -> tuple[float | None, float]:
-    """Return the same of Flower's FedAvg, which sends the model down and up in float32."""
+def flowers(settings: Settings, *, epochs: int, invited: int) -> Curve:
+    """Run Flower's FedAvg, which sends the model down and up in float32."""
     found: list[Round] = []
     random.seed(settings.seed)  # Flower draws a round's clients from it
     run_fedavg(
@@ -98,9 +104,8 @@ def flowers(settings: Settings, *, epochs: int, invited: int) -> tuple[float | N
         num_epochs=epochs,
         invited=invited / NUM_CLIENTS,
     )
-    reached = [at for at, one in enumerate(found, 1) if one.accuracy >= TARGET]
     round_bytes = invited * 2 * 4 * num_parameters(settings)
-    return (reached[0] * round_bytes / 1e6 if reached else None), found[-1].accuracy
+    return [(at * round_bytes / 1e6, one.accuracy) for at, one in enumerate(found, 1)]
 
 
 def num_parameters(settings: Settings) -> int:
@@ -112,17 +117,22 @@ def num_parameters(settings: Settings) -> int:
     return build_model(load_task(settings.task), seed=0).layout.num_parameters
 
 
-def median(found: list[tuple[float | None, float]]) -> Figures:
-    reached = [megabytes for megabytes, _ in found if megabytes is not None]
-    is_reached = len(reached) == len(found)
+def median(curves: list[Curve]) -> Figures:
+    """Return the figures of one way, over its seeds."""
+    found = (next((mb for mb, part in curve if part >= TARGET), None) for curve in curves)
+    reached = [megabytes for megabytes in found if megabytes is not None]
+    is_reached = len(reached) == len(curves)
     return {
         "megabytes": statistics.median(reached) if is_reached else None,
-        "final": statistics.median(final for _, final in found),
+        "final": statistics.median(curve[-1][1] for curve in curves),
     }
 
 
 def main() -> None:
-    flags = arguments(__doc__)
+    flags = arguments(__doc__, picture=())
+    if flags.picture:
+        draw(Path(flags.picture))
+        return
     seeds, rounds = (SEEDS[:1], 1) if flags.quick else (SEEDS, NUM_ROUNDS)
     figures: Figures = {}
     with TemporaryDirectory() as folder:
@@ -161,6 +171,45 @@ def _line(
         result[name] = found
     log.info("%s", json.dumps({str(line): result}))
     return result
+
+
+def draw(path: Path) -> None:
+    """Draw docs/accuracy.png: two of the ten digits on each device, the median of three seeds."""
+    from matplotlib.figure import Figure
+
+    digits = {"partition.kind": "labels:2"}
+    exact = {"optimizer.name": "adam", "optimizer.learning_rate": 0.01}
+    curves: dict[str, list[Curve]] = {}
+    with TemporaryDirectory() as folder:
+        fleet = Path(folder) / "fleet.toml"
+        fleet.write_text(FLEET)
+        for seed in range(3):
+            for name, way in {
+                "Headwater, one exact step": exact,
+                "Headwater, 5 local epochs, int8": LOCAL | INT8,
+            }.items():
+                chosen = settings_of(seed, PICTURE_ROUNDS, fleet, digits | way)
+                curves.setdefault(name, []).append(ours(chosen))
+            for epochs in EPOCHS:
+                chosen = settings_of(seed, PICTURE_ROUNDS, fleet, digits)
+                curve = flowers(chosen, epochs=epochs, invited=NUM_CLIENTS)
+                name = f"Flower's FedAvg, {epochs} local epoch{'s' * (epochs > 1)}"
+                curves.setdefault(name, []).append(curve)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    by_round, by_bytes = figure.subplots(1, 2, sharey=True)
+    for name, found in curves.items():
+        middle = [
+            100 * statistics.median(part for _, part in one) for one in zip(*found, strict=True)
+        ]
+        by_round.plot(range(1, len(middle) + 1), middle, label=name)
+        by_bytes.semilogx([megabytes for megabytes, _ in found[0]], middle)
+    by_round.set_xlabel("rounds")
+    by_bytes.set_xlabel("megabytes sent, up and down, all devices")
+    by_round.set_ylabel("test accuracy, %")
+    by_round.legend(fontsize=8)
+    for axes in (by_round, by_bytes):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
