@@ -39,6 +39,7 @@ PARTS = range(NUM_NODES)
 NOT_OF_A_FLOWER_RUN = (
     "plain_text",
     "public_metrics",
+    "submitted_code",
     "privacy.budget",
     "privacy.new_budget",
     "tls.",
