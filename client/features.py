@@ -119,6 +119,16 @@ def own_parameters(image: ModelImage, built: Callable[[int], ModelImage]) -> Any
     return _loaded("own_parameters.own_parameters:OwnParameters")(image, built)
 
 
+def check_test(settings: Settings) -> None:
+    """Check that the device's own features let it test a model.
+
+    Raises:
+        FeatureMissing: see ``client.own_feature.own_round.check_test``.
+    """
+    if settings.feature.name is not None:
+        _loaded("own_feature.own_round:check_test")(settings.feature)
+
+
 def own_rounds(
     plan: Plan, settings: Settings, store: Callable[[str], LocalStore | None]
 ) -> Sequence[OwnRound]:

@@ -104,6 +104,8 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         after = trainer.skip(identity, plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
     for one in own:
+        if request.settings.secure.aggregation == "active":
+            one.check_stateless(identity.name)
         one.keep()
     _add_pending(request, plan, update, model=model, examples=examples)
     seconds = None

@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 
 # Examples that are tried for the names of the task's metrics.
 MAX_TRIED = 16
-# Zeros that a speed is measured on again, and the micro-batch in which two speeds are compared.
-NUM_ZEROS, SPEED_EXAMPLES = 256, 16
+# Zeros that a speed is measured on again, the micro-batch in which two speeds are compared, and the
+# examples whose shapes are.
+NUM_ZEROS, SPEED_EXAMPLES, NUM_COMPARED = 256, 16, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,10 +153,12 @@ def _measured_again(
 ) -> PublicFigures:
     """Return the figures with the faster of two speeds: another program can only slow one down.
 
-    The first measurement stands if the examples are no tensors, or zeros cannot be trained on.
+    The first measurement stands if the examples are no tensors, or zeros cannot be trained on; and
+    if they differ in shape, as zeros in the shape of a short one would tell too high a speed.
     """
-    zeros = zeros_like(trainer.examples(identity)[0])
-    if zeros is None or before.speed is None:
+    examples = trainer.examples(identity)
+    zeros = zeros_like(examples[0])
+    if zeros is None or before.speed is None or not _have_one_shape(examples):
         return before
     try:
         speed = trainer.measure(identity, hardware, [zeros] * NUM_ZEROS)
@@ -167,6 +170,20 @@ def _measured_again(
         for one in (before.speed, speed)
     )
     return replace(before, speed=speed) if now < was else before
+
+
+def _have_one_shape(examples: Examples) -> bool:
+    """Whether some examples, evenly spread over all, have the shapes of the first."""
+    places = np.linspace(0, len(examples) - 1, min(NUM_COMPARED, len(examples)), dtype=np.int64)
+    return len({_shapes(examples[at]) for at in places.tolist()}) == 1
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return tuple(value.shape)
+    if type(value) is dict:
+        return tuple((key, _shapes(item)) for key, item in value.items())
+    return tuple(map(_shapes, value)) if type(value) in (list, tuple) else ()
 
 
 def zeros_like(value: Any) -> Any:

@@ -18,6 +18,7 @@ from headwater.common.errors import (
     CorruptUpdate,
     FeatureMissing,
     HeadwaterError,
+    MaskingTooWeak,
     ProtocolMismatch,
     StateError,
     TaskError,
@@ -68,6 +69,22 @@ def _own_round(found: OwnFeature, plan: Plan, store: LocalStore | None) -> OwnRo
         # In one process all clients are sent one object.
         device = found.device(terms.model_copy(deep=True))
     return OwnRound(device, plan, store, what=what)
+
+
+def check_test(chosen: FeatureSettings) -> None:
+    """Check that the device may tell how well a model does on its held-out examples.
+
+    Raises:
+        SettingsError: there is no such feature.
+        FeatureMissing: the device requires a feature, which does not act on a test.
+    """
+    for found in own_features(chosen):
+        if getattr(found.device, "is_required", False):
+            raise FeatureMissing(
+                f"the feature {found.name} is required on this device, and acts on updates alone: "
+                "the device tests no model",
+                remedy="start the server without --evaluate-on-devices",
+            )
 
 
 class OwnRound(Feature):
@@ -145,6 +162,23 @@ class OwnRound(Feature):
             asked.joined(self._device.sums, name=work.context.name)
         except CorruptUpdate as error:
             raise TaskError(f"{self._what}: {error.message}", remedy=error.remedy) from None
+
+    def check_stateless(self, name: str) -> None:
+        """Check that the round neither used a state nor leaves one; ``name`` is the device's.
+
+        A server that chooses models could have one member bring what it keeps of many rounds into a
+        session, and the others nothing.
+
+        Raises:
+            MaskingTooWeak: it does.
+        """
+        if self._before or self._device.state:
+            raise MaskingTooWeak(
+                f"{name}, round {self._plan.round}: {self._what} keeps a state on this device, "
+                "which would enter its updates, and it requires masks that withstand a server that "
+                "lies",
+                remedy="use --secure-aggregation semi-honest, or a feature without a state",
+            )
 
     def keep(self) -> None:
         """Store the state as that of a round which may count.

@@ -36,9 +36,7 @@ def false_figures(parts: Sequence[ReportColumns]) -> dict[str, str]:
     """Return the clients whose figures are beyond belief, with the first such figure of each."""
     sums = {"loss": _column([part.loss_sum for part in parts])}
     for metric in dict.fromkeys(name for part in parts for name in part.metric_sums):
-        columns = [part.metric_sums.get(metric, ()) for part in parts]
-        if all(len(one) == len(part.names) for one, part in zip(columns, parts, strict=True)):
-            sums[metric] = _column(columns)
+        sums[metric] = _column([_sums_of(part, metric) for part in parts])
     names = [name for part in parts for name in part.names]
     return beyond_belief(names, _column([part.sent_weight for part in parts]), sums)
 
@@ -75,6 +73,11 @@ def _column(parts: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(part, np.float64) for part in parts] or [np.zeros(0)])
 
 
+def _sums_of(part: ReportColumns, metric: str) -> Sequence[float]:
+    """Return the clients' sums of a metric; NaN for those that do not report it."""
+    return part.metric_sums.get(metric, [np.nan] * len(part.names))
+
+
 def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> list[ReportColumns]:
     """Return the columns with the figures of these clients in the place that the others' mean has.
 
@@ -87,7 +90,7 @@ def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> lis
     whole = max(float(weights[is_kept].sum()), 1.0)
 
     def mean_of(columns: Sequence[Sequence[float]]) -> float:
-        return float(_column(columns)[is_kept].sum()) / whole
+        return float(np.nansum(_column(columns)[is_kept])) / whole
 
     def replaced(values: Sequence[float], at: int, mean: float) -> Sequence[float]:
         part = parts[at]
@@ -95,21 +98,14 @@ def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> lis
         return [value if keeps else mean * weight for value, keeps, weight in rows]
 
     loss = mean_of([part.loss_sum for part in parts])
-    means = {
-        metric: mean_of([part.metric_sums[metric] for part in parts])
-        for metric in parts[0].metric_sums
-        if all(len(part.metric_sums.get(metric, ())) == len(part.names) for part in parts)
-    }
+    metrics = dict.fromkeys(name for part in parts for name in part.metric_sums)
+    means = {name: mean_of([_sums_of(part, name) for part in parts]) for name in metrics}
     return [
         replace(
             part,
             loss_sum=replaced(part.loss_sum, at, loss),
             metric_sums={
-                **part.metric_sums,
-                **{
-                    metric: replaced(part.metric_sums[metric], at, mean)
-                    for metric, mean in means.items()
-                },
+                name: replaced(sums, at, means[name]) for name, sums in part.metric_sums.items()
             },
         )
         for at, part in enumerate(parts)

@@ -95,7 +95,7 @@ def added_sums(sums: Sequence[RoundSum], times: Sequence[int]) -> RoundSum:
 class ReportColumns:
     """The reports of several updates as columns, with an entry for each client.
 
-    A metric's column has entries only for the clients that report it. ``sent_weight`` is the weight
+    A metric's column has NaN for a client that does not report it. ``sent_weight`` is the weight
     of an update, ``summed_weight`` the weight that its steps summed the loss over; they differ only
     with dataset weighting.
     """
@@ -126,7 +126,7 @@ class ReportColumns:
             summed_weight=[report.summed_weight for report in reports],
             loss_sum=[report.loss_sum for report in reports],
             metric_sums={
-                name: [one.metric_sums[name] for one in reports if name in one.metric_sums]
+                name: [one.metric_sums.get(name, math.nan) for one in reports]
                 for name in sorted(metrics)
             },
             seconds=[report.seconds for report in reports],
@@ -166,12 +166,17 @@ def total_metrics(parts: Sequence[ReportColumns]) -> dict[str, float]:
     """Add up each metric, rounded once."""
     numbers = Counter[str]()
     for part in parts:
-        numbers.update({name: len(sums) for name, sums in part.metric_sums.items()})
+        numbers.update({name: len(_told(sums)) for name, sums in part.metric_sums.items()})
     names = most_reported(numbers)
     return {
-        name: math.fsum(chain.from_iterable(part.metric_sums.get(name, ()) for part in parts))
+        name: math.fsum(value for part in parts for value in _told(part.metric_sums.get(name, ())))
         for name in names
     }
+
+
+def _told(sums: Sequence[float]) -> Sequence[float]:
+    """Return a metric's sums without those of clients that do not report it."""
+    return [value for value in sums if not math.isnan(value)]
 
 
 def most_reported(numbers: Mapping[str, int]) -> list[str]:

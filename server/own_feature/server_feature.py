@@ -149,6 +149,10 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
             and settings.privacy.is_on
             and settings.privacy.unit == "example"
         ),
+        "a state on each device, and devices refuse that under active masks: a server that lies "
+        "could have one outweigh the rest": (
+            settings.secure.aggregation == "active" and _keeps_state(found.device)
+        ),
         "a direction of local steps, and there is none without --local-steps": (
             has_direction and not settings.local.is_on and settings.algorithm.name is None
         ),
@@ -157,6 +161,13 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
         if is_refused:
             raise SettingsError(f"{what} has {why}", remedy="change one of the two")
     return made
+
+
+def _keeps_state(device: type | None) -> bool:
+    """Whether a method of a device's class names ``state``."""
+    methods = vars(device).values() if device is not None else ()
+    code = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    return any("state" in one.co_names for one in code)
 
 
 def _sums_of(made: ServerFeature, run: RunState) -> Mapping[str, SumOf]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import headwater
 from headwater.client.own_feature.device_feature import DeviceWork
 from headwater.common.messages import EvaluateReport
 from headwater.server.aggregation.believed_figures import MOST_PART, false_figures, without_figures
-from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_reports import ReportColumns, total_metrics
 from headwater.server.rounds.evaluation import on_devices
 from tests.attacks.raw import cohort
 from tests.python_tasks import Signs
@@ -99,6 +100,16 @@ def test_what_is_believed(
 ) -> None:
     part = columns([float(one) for one in loss], **metrics)
     assert list(false_figures([part])) == found
+
+
+def test_a_client_that_leaves_a_metric_out_hides_no_other_s() -> None:
+    part = columns([1.0] * 4, accuracy=[0.5, math.nan, 0.6, 1e90])
+    assert list(false_figures([part])) == ["3"]
+    assert total_metrics([part])["accuracy"] == pytest.approx(1e91)
+    (kept,) = without_figures([part], ["3"])
+    assert total_metrics([kept])["accuracy"] == pytest.approx(11 + 10 * 11 / 30)
+    other = columns([1.0, 1.0])
+    assert list(false_figures([part, other])) == ["3"]
 
 
 def test_each_mean_is_that_of_the_others() -> None:
