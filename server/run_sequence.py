@@ -73,7 +73,9 @@ def _left_in(out: Path, first: Settings, *, address: str | None) -> Settings:
     """Return the settings of a run from the queue, as this server trains it."""
     from headwater.server.succession.submission import of_this_server
 
-    return of_this_server(load_run(None, {"out": out}, resume=True), first, address=address)
+    return of_this_server(
+        load_run(None, {"out": out}, resume=True, is_own=True), first, address=address
+    )
 
 
 def _check_submitted(settings: Settings, out: Path) -> None:

@@ -5,11 +5,13 @@ settings.toml, which it overwrites: so a change is not lost if the run ends befo
 
 A run's folder may come from anybody, and to load a task or an optimizer runs its code. So the file
 in it, and a submitted one, name only installed modules and files below the working folder, as a
-saved model does (``common.model.trained_model``). The user may name any code.
+saved model does (``common.model.trained_model``). The user may name any code. Nor does a folder
+switch protection off, or have links, through which a run would write files elsewhere.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings, Settings
 from headwater.common.task_spec import is_below, split_place
 
+UNPROTECTED = ("plain_text", "public_metrics")
 Values = dict[str, Any]
 """Settings by their dotted keys, as JSON has them."""
 Changes = dict[str, tuple[Any, Any]]
@@ -111,6 +114,39 @@ def check_code(
                 remedy=f"if it is your own: to resume, name it yourself with {setting.flag}; to "
                 "submit it, copy it into the server's working folder",
             )
+
+
+def check_protected(settings: Settings, file: Path, *, given: Collection[str]) -> None:
+    """Check that a run's file does not say that anybody on the way may read; the user may.
+
+    Raises:
+        SettingsError: it does.
+    """
+    for key in UNPROTECTED:
+        if getattr(settings, key) and key not in given:
+            raise SettingsError(
+                f"{file}: {key} switches protection off, and a run's folder does not decide that",
+                remedy=f"if it is your own, say so yourself: --{key.replace('_', '-')}",
+            )
+
+
+def check_no_links(folder: Path) -> None:
+    """Check that no file or folder in a run's folder, at any depth, is a link.
+
+    The folder itself may be one.
+
+    Raises:
+        SettingsError: one is.
+    """
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            if path.is_symlink():
+                raise SettingsError(
+                    f"{path} is a link to {path.readlink()}: what a run writes would change files "
+                    "outside of its folder",
+                    remedy="put what it leads to in its place, or choose another --out",
+                )
 
 
 def _is_code(place: str) -> bool:

@@ -93,12 +93,16 @@ def load_run(
     *,
     resume: bool,
     source: str = COMMAND_LINE,
+    is_own: bool = False,
 ) -> Settings:
     """Read the settings of a run; those of a resumed run are laid over its own settings file.
 
+    ``is_own`` says that this server wrote that file, which may then say anything.
+
     Raises:
         SettingsError: as ``load``, or a resumed run without a folder, or with nothing in it and no
-            task to begin with; or its file names code elsewhere (``check_code``).
+            task to begin with; or its file names code elsewhere (``check_code``), or switches
+            protection off; or a file in its folder is a link.
     """
     if not resume:
         return load(config, overrides, source=source)
@@ -112,13 +116,18 @@ def load_run(
             f"there is no run to resume in {out}: it holds no {SETTINGS_FILE}",
             remedy="correct --out; or name the --task, and a run begins there",
         )
+    from headwater.common.settings.changes import check_code, check_no_links, check_protected
+
+    check_no_links(Path(out))
     if not left.exists():
         return load(config, overrides, source=source)
-    from headwater.common.settings.changes import check_code
 
     settings = load(config, overrides, source=source, below=left)
     given = {key for key, value in overrides.items() if value is not None}
-    check_code(settings, left, given=given | {key for key, _ in flattened(own)})
+    given |= {key for key, _ in flattened(own)}
+    check_code(settings, left, given=given)
+    if not is_own:
+        check_protected(settings, left, given=given)
     return settings
 
 

@@ -148,12 +148,15 @@ class StoredTable(Sequence[Mapping[str, Any]]):
                 if at + length > self.file.stat().st_size:
                     raise ValueError(f"it has no table of {length:,} B at {at:,}")
                 file.seek(at)
-                return ClientTable.of_bytes(file.read(length))
+                table = ClientTable.of_bytes(file.read(length))
+            if len(table) != len(self):
+                raise ValueError(f"a table of {len(table)} clients, and {len(self)} in its line")
         except (OSError, ValueError) as error:
             raise StateError(
                 f"the clients' figures in {self.file}: {error}",
                 remedy="restore the file; what rounds have in common is in rounds.jsonl",
             ) from error
+        return table
 
     def column(self, name: str) -> Sequence[Any]:
         """Return one figure of all clients."""

@@ -217,7 +217,8 @@ def _drop_rows_after(round_number: int, path: Path) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
     places = [row["clients"] for row in kept if isinstance(row["clients"], dict)]
     if (tables := tables_beside(path)).exists():
-        os.truncate(tables, max((one["at"] + one["num_bytes"] for one in places), default=0))
+        end = max((one["at"] + one["num_bytes"] for one in places), default=0)
+        os.truncate(tables, min(end, tables.stat().st_size))
 
 
 def _read_file(path: Path) -> list[dict[str, Any]]:

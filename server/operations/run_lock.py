@@ -65,7 +65,8 @@ class RunLock:
             StateError: it cannot be written.
         """
         try:
-            self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+            self._file = os.open(folder / FILE, flags, 0o644)
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / FILE}: {error.strerror}", remedy="choose another --out"

@@ -13,7 +13,7 @@ from typing import Any
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.trained_model import MODEL
-from headwater.common.settings.changes import changes, optimizer_of, values_of
+from headwater.common.settings.changes import changes, check_no_links, optimizer_of, values_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
 from headwater.common.wording import counted
@@ -49,6 +49,7 @@ def check_beginning(training: Training, folder: Path, *, resume: bool) -> None:
 
 
 def _check_new(folder: Path) -> None:
+    check_no_links(folder)
     if not (folder / checkpoint.FILE).exists():
         return
     done = checkpoint.saved_round(folder)

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.server.operations import orders, run_lock, sqlite_history
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
@@ -102,6 +102,7 @@ class SharedFiles:
         for name, stored in record.files.items():
             path = self._folder / name
             if path.parent != self._folder:
+                self._check_within(path.parent)
                 make_private_folder(path.parent)
             self._take(stored, path)
             self._stamps[stored] = _stamp(path)
@@ -114,6 +115,18 @@ class SharedFiles:
                         shutil.copyfileobj(source, file)
             piece.unlink()
             whole.replace(self._folder / ROUNDS)
+
+    def _check_within(self, folder: Path) -> None:
+        """Check that no folder on the way from the run's own to this one is a link.
+
+        Raises:
+            CheckpointCorrupt: one is.
+        """
+        for one in (folder, *folder.parents):
+            if one == self._folder:
+                return
+            if one.is_symlink():
+                raise CheckpointCorrupt(f"{one} is a link, and the shared run writes into it")
 
     def forget(self, before: TermRecord, after: TermRecord) -> None:
         """Remove from the store what the record names no longer.

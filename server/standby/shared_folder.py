@@ -90,8 +90,11 @@ class SharedFolder:
 
     def download(self, name: str, file: Path) -> None:
         """Copy a stored file to a path."""
+        source = self._folder / FILES / name
+        if source.is_symlink():  # else a record could copy any file of this machine
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(source))
         with _stale_is_missing():
-            shutil.copyfile(self._folder / FILES / name, file)
+            shutil.copyfile(source, file)
 
     def stored(self) -> list[str]:
         """Return the names of the stored files."""

@@ -26,7 +26,7 @@ from headwater.server.features import POINTER, QUEUE
 if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
-CHECKPOINT, SETTINGS = "checkpoint.safetensors", "settings.toml"
+SETTINGS = "settings.toml"
 """As in ``server.rounds`` and ``common.settings``, which take long to import: for ``status``."""
 NAME = re.compile(r"(\d{6})(-next)?\.toml")
 MAX_QUEUED = 1000
@@ -226,7 +226,7 @@ def _move_queue(folder: Path, later: Path) -> None:
 
 
 def _free_folder(out: Path, *, other_than: Path) -> Path:
-    """Return a folder without a run: ``out``, or with a number behind its name.
+    """Return a new or empty folder: ``out``, or with a number behind its name.
 
     The run in ``other_than`` may have no checkpoint yet.
     """
@@ -235,9 +235,7 @@ def _free_folder(out: Path, *, other_than: Path) -> Path:
     return next(
         path
         for path in numbered(out)
-        if path != other_than.absolute()
-        and not (path / CHECKPOINT).exists()
-        and not (path / POINTER).exists()
+        if path != other_than.absolute() and not (path.exists() and any(path.iterdir()))
     )
 
 

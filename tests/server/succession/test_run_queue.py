@@ -43,8 +43,8 @@ def first(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_names_of_the_files_are_those_of_a_run() -> None:
-    assert (run_queue.CHECKPOINT, run_queue.SETTINGS) == (checkpoint.FILE, SETTINGS_FILE)
+def test_the_name_of_the_settings_file_is_that_of_a_run() -> None:
+    assert run_queue.SETTINGS == SETTINGS_FILE
 
 
 def test_runs_wait_in_the_order_of_their_submission_and_the_next_one_first(first: Path) -> None:
