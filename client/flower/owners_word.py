@@ -10,6 +10,7 @@ default.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,6 +39,8 @@ FLOORS: Mapping[str, Callable[[Any, Any], Any]] = {
 """The settings of secure aggregation that protect a device, and which of two is the stricter."""
 OWN = ("order_seed", "declared_examples", "identity", "allow_list")
 """Those that are the owner's alone: a run sets none of them."""
+OF_BUDGET = ("privacy-budget", "privacy-unit", "privacy-delta", "new-privacy-budget")
+"""The keys in a node's configuration of the owner's limit of privacy."""
 OTHERS = ("ring_bits", "answer_factor", "phase_seconds")
 """Those that protect nobody: the server's choices, within what each device accepts."""
 
@@ -51,8 +54,10 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
     """Return a run's settings, as strict as the owner of the node requires.
 
     Raises:
-        SettingsError: a value of the node's configuration is none of its setting.
+        SettingsError: a value of the node's configuration is none of its setting, or a key nearly
+            has the name of a limit.
     """
+    _check_spelling(node_config)
     given = {name: node_config.get(key_of(name)) for name in (*FLOORS, *OWN[:2])}
     owners = _checked({name: one for name, one in given.items() if one is not None})
     run = settings.secure
@@ -71,6 +76,20 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
             update={"budget": min(budgets), "unit": found.unit, "delta": delta}
         )
     return settings.model_copy(update={"secure": secure, "privacy": privacy})
+
+
+def _check_spelling(node_config: Mapping[str, Any]) -> None:
+    """Check that no key is a limit's but for its spelling: the limit would not be there."""
+    limits = [*map(key_of, (*FLOORS, *OWN[:2])), *OF_BUDGET]
+    for key in node_config.keys() - set(limits):
+        plain = key.lower().replace("_", "-").replace(".", "-")
+        near = get_close_matches(plain.removeprefix("secure-"), limits, n=1, cutoff=0.85)
+        near = near or get_close_matches(plain, limits, n=1, cutoff=0.85)
+        if near:
+            raise SettingsError(
+                f"the node's configuration has {key}, which is no setting, and so no limit",
+                remedy=f"write it as {near[0]} in the SuperNode's --node-config",
+            )
 
 
 def _checked(given: Mapping[str, Any]) -> SecureSettings:

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from headwater.common.errors import CorruptUpdate, HeadwaterError, error_of, travelling
 from headwater.common.flower.records import json_text
 from headwater.common.messages import (
+    MAX_FAULTS,
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
@@ -37,7 +38,7 @@ MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.br
 MAX_MEMBERS = 10_000
 """The devices of one aggregator: their packed plans fit in a frame of the stream."""
 MAX_MEMBERS_BYTES = MAX_MEMBERS * 4096
-MAX_PACKED_BYTES = 64 << 20
+MAX_PACKED_BYTES = 16 << 20
 MAX_TENSORS = 2**20
 # Bytes of JSON: of a tensor's scale, of a sum beside the model's, and of all but the reports.
 TENSOR_BYTES, SUM_BYTES, ANSWER_BYTES = 128, 512, 64 << 10
@@ -137,7 +138,9 @@ class BranchPlans(WireMessage):
         try:
             return SharedPlans.model_validate_json(unpacked(self.packed_plans)).each()
         except ValidationError as error:
-            first = error.errors()[0]
+            if (number := error.error_count()) > MAX_FAULTS:  # each in Python takes a kilobyte
+                raise CorruptUpdate(f"BranchPlans: {number:,} faults") from None
+            first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(step) for step in first["loc"])
             raise CorruptUpdate(f"BranchPlans.{where}: {first['msg'].lower()}") from None
 

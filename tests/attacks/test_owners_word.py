@@ -151,3 +151,26 @@ def test_no_class_is_constructed_that_is_no_algorithm_and_no_task(tmp_path: Path
     with pytest.raises(TaskError, match="none of the methods"):
         load_task("subprocess:Popen")
     assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("min_members", "min-members"),
+        ("secure.min-members", "min-members"),
+        ("secure_aggregation", "secure-aggregation"),
+        ("secure-agregation", "secure-aggregation"),
+        ("Max-Share", "max-share"),
+        ("privacy_budget", "privacy-budget"),
+        ("privacy.budget", "privacy-budget"),
+    ],
+)
+def test_a_limit_under_a_misspelt_key_is_named(key: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=f"{key}, which is no setting") as caught:
+        as_owner_requires(of_a_run(), {key: 1})
+    assert f"write it as {meant}" in str(caught.value.remedy)
+
+
+def test_keys_that_are_no_limits_are_left_alone() -> None:
+    keys = ("name", "partition-id", "num-partitions", "data", "state", "runtime", "share", "color")
+    as_owner_requires(of_a_run(), dict.fromkeys(keys, 1))
