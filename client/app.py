@@ -86,7 +86,12 @@ def _describe(request: DeviceRequest) -> RecordDict:
         log.info("this round excludes %s: %s", request.identity.name, describe.left_out)
     if requires_masks(request):
         return describe_masked(request, describe)
+    has_budget = request.settings.privacy.budget is not None
+    if has_budget:  # what groups it holds out, and its examples' digest, have no noise
+        describe = describe.model_copy(update={"held_out_fraction": 0.0})
     report = request.trainer.describe(request.identity, request.hardware, describe)
+    if has_budget:
+        report = report.model_copy(update={"data": None})
     measured = training_speed.reported_line(report)
     # As on the server: a speed seen in training replaces a measured one, unless it was too slow.
     if measured is not None and (request.speed is None or describe.left_out is not None):

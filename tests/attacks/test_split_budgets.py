@@ -15,6 +15,7 @@ from headwater.common.errors import PrivacyBudgetElsewhere, PrivacyBudgetSpent, 
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy.terms import rho_of
 from headwater.common.settings.sources import load
+from tests.client.secagg.cohort import describe
 from tests.masked import NodeDevice, plan, train
 from tests.processes import Processes
 
@@ -139,3 +140,13 @@ def test_a_client_does_not_start_beside_another_name_s_budget(tmp_path: Path) ->
     assert "--new-privacy-budget" in " ".join(lost.text().split())
     assert beside.poll() not in (0, None)
     assert lost.poll() not in (0, None)
+
+
+def test_a_device_with_a_budget_tells_no_digest_and_holds_nothing_out_by_groups(
+    tmp_path: Path,
+) -> None:
+    """With another group held out each time, the number of the rest was a histogram of a column."""
+    device = started(tmp_path, "pi")
+    asked = json.loads(describe()) | {"held_out_fraction": 0.5, "held_out": "last"}
+    told = json.loads(device.send("query.describe", json.dumps(asked)).head)
+    assert (told["num_examples"], told.get("data")) == (24, None)
