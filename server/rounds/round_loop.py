@@ -169,10 +169,13 @@ def _run_rounds(
             return
         except ModelAtRest:
             log.warning(
-                "the run ends after %s: its last step changed no bit of the model (a learning "
-                "rate near 0, or gradients of 0), and its devices have masked what they give "
-                "to one model; more of it would tell the server more about them",
+                "the run ends after %s: %s, and its devices have masked what they give to one "
+                "model; more of it would tell the server more about them",
                 _rounds_so_far(training),
+                "its last step changed no bit of the model (a learning rate near 0, or gradients "
+                "of 0)"
+                if training.round
+                else "no sum of its first model counted",
             )
             return
         except RoundAborted as error:
