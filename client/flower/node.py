@@ -238,10 +238,13 @@ class Node:
         """End a training for which the server no longer waits, after its current micro-batch.
 
         A masked one goes on to the end of its own time: when the device answers the next
-        instruction would otherwise show how long a micro-batch took.
+        instruction would otherwise show how long a micro-batch took, and what it leaves out shows
+        the other members' parts. So where the owner requires masks nothing is ended: not even the
+        plan of which the training has not begun to speak.
         """
         plan = self.trainer.progress.plan
-        if plan is None or not plan.keeps_update:
+        has_masks = self.settings.secure.aggregation != "off"
+        if not has_masks and (plan is None or not plan.keeps_update):
             self.interrupt()
 
     def resume(self) -> None:

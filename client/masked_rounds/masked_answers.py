@@ -80,6 +80,9 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)
     update: Update | None = None
     own = own_rounds(plan, request.settings, request.feature_store)
+    is_active = request.settings.secure.aggregation == "active"
+    for one in own if is_active else ():
+        one.check_stateless(identity.name)
     try:
         update, after = trainer.train(
             identity,
@@ -93,6 +96,8 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
             store=request.local_store,
             more=own,
         )
+        for one in own if is_active else ():  # a refusal now could tell of the examples
+            one.check_stateless(identity.name)
     except StateError:
         raise
     except Exception as error:
@@ -101,11 +106,9 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         log.warning(
             text, identity.name, plan.round, type(error).__name__, error, exc_info=not is_own
         )
-        after = trainer.skip(identity, plan, sampler, order_seed)
+        update, after = None, trainer.skip(identity, plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
-    for one in own:
-        if request.settings.secure.aggregation == "active":
-            one.check_stateless(identity.name)
+    for one in () if is_active else own:
         one.keep()
     _add_pending(request, plan, update, model=model, examples=examples)
     seconds = None

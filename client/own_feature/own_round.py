@@ -25,7 +25,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import Plan
 from headwater.common.model.local_state import LocalStore
-from headwater.common.own_feature.found import OwnFeature, own_features
+from headwater.common.own_feature.found import OwnFeature, keeps_state, own_features
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.sums.named_sums import named_sums
@@ -164,7 +164,9 @@ class OwnRound(Feature):
             raise TaskError(f"{self._what}: {error.message}", remedy=error.remedy) from None
 
     def check_stateless(self, name: str) -> None:
-        """Check that the round neither used a state nor leaves one; ``name`` is the device's.
+        """Check that the feature keeps no state: by its class, and after a round by what it left.
+
+        ``name`` is the device's.
 
         A server that chooses models could have one member bring what it keeps of many rounds into a
         session, and the others nothing.
@@ -172,7 +174,7 @@ class OwnRound(Feature):
         Raises:
             MaskingTooWeak: it does.
         """
-        if self._before or self._device.state:
+        if self._before or self._device.state or keeps_state(type(self._device)):
             raise MaskingTooWeak(
                 f"{name}, round {self._plan.round}: {self._what} keeps a state on this device, "
                 "which would enter its updates, and it requires masks that withstand a server that "

@@ -20,7 +20,7 @@ from headwater.common.errors import (
     MaskingTooWeak,
     UpdateAlreadyMasked,
 )
-from headwater.common.messages import Plan
+from headwater.common.messages import MAX_STEPS, Plan
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.terms import MaskingTerms
@@ -46,8 +46,8 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             the device requires active masks: a server that chooses models can have one member
             bring many rounds, and the others none.
         CohortTooSmall: fewer clients are invited than the device requires in a session.
-        CountOutOfRange: it asks for more than a device can list, or weighs the update by more
-            examples than the device reported.
+        CountOutOfRange: it asks for more examples than a device can list, or micro-batches than a
+            window has, or weighs the update by more examples than the device reported.
     """
     if plan.quota < secure.min_quota:
         raise MaskingTooWeak(
@@ -107,6 +107,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
                 "all be in one session",
                 remedy="raise secure.corrupted on the server, or lower it on the device",
             )
+    if plan.accumulation_steps > MAX_STEPS:  # the window would end there, short of its quota
+        raise CountOutOfRange(
+            f"{name}, round {plan.round}: {plan.quota:,} examples in micro-batches of "
+            f"{plan.micro_batch_size} are {plan.accumulation_steps:,}, and a window has at most "
+            f"{MAX_STEPS:,}"
+        )
     if plan.quota > MAX_REPEATED:
         raise CountOutOfRange(
             f"{name}, round {plan.round}: the plan asks for {plan.quota:,} examples, a masked one "

@@ -85,14 +85,19 @@ def _leave_out_bad(
 ) -> WindowSum:
     """Find the examples that made a micro-batch fail, and go on without them.
 
-    In a plan that hides its data a micro-batch with a bad example is left out whole: the passes of
-    a search take time, which the server sees.
+    In a plan that hides its data nothing is searched, as passes take time, which the server sees.
+    If the plan says when it is answered, the micro-batch is cut into single examples: a server that
+    lies could else choose models at which members with large ones lose all they have. Otherwise
+    it is left out whole.
     """
     is_invalid = fault.kind is not NonFiniteLoss  # a forward pass that raised may hide a gradient's
     if plan.hides_data:
         if fault.kind is InvalidGradients:
             raise _lost(plan, context, fault.why)
-        total.leave_out(positions, MICRO_BATCH_FAULT)
+        if plan.answer_by is not None and len(positions) > 1:
+            total.remaining.extendleft((p,) for p in reversed(positions))
+        else:
+            total.leave_out(positions, MICRO_BATCH_FAULT)
         return total
     bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
     if not bad:  # only of a loss: nothing was added, and the micro-batch is fetched again

@@ -68,20 +68,23 @@ class VocabularyHead:
     def losses(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's loss [N], the logarithms of its exponentials' sum [N], last logits.
 
-        The last chunk's logits [M, C] spare ``gradients`` to compute them again.
+        The logarithms are in float64: rounded to float32, one of 30 would change each probability
+        by 1e-6 of it. The last chunk's logits [M, C] spare ``gradients`` to compute them again.
         """
-        log_sums_M = torch.full((len(self._rows_M),), -torch.inf, dtype=self.sum_dtype)
-        picked_M = torch.zeros_like(log_sums_M)
+        log_sums_M = torch.full((len(self._rows_M),), -torch.inf, dtype=torch.float64)
+        picked_M = torch.zeros(len(self._rows_M), dtype=self.sum_dtype)
         logits_MC = picked_M[:0, None]
         for chunk in self._chunks:
             del logits_MC  # before the next chunk's are made
             logits_MC = self._logits(chunk)
-            log_sums_M = torch.logaddexp(log_sums_M, logits_MC.logsumexp(1))
+            most_M = logits_MC.amax(1).clamp_min_(torch.finfo(self.sum_dtype).min)
+            sums_M = (logits_MC - most_M[:, None]).exp_().sum(1)
+            log_sums_M = torch.logaddexp(log_sums_M, most_M.double() + sums_M.double().log())
             tokens, places = self._targets(chunk)
             picked_M[tokens] = logits_MC[tokens, places]
         losses_N = torch.zeros(len(self._hidden_ND), dtype=self.sum_dtype)
-        log_sums_N = torch.zeros_like(losses_N)
-        losses_N[self._rows_M] = log_sums_M - picked_M
+        log_sums_N = torch.zeros(len(losses_N), dtype=torch.float64)
+        losses_N[self._rows_M] = (log_sums_M - picked_M).to(self.sum_dtype)
         log_sums_N[self._rows_M] = log_sums_M
         return losses_N, log_sums_N, logits_MC
 
@@ -99,6 +102,10 @@ class VocabularyHead:
         what the weight's gradient is added to, and is returned.
         """
         log_sums_M1, grads_M1 = log_sums_N[self._rows_M, None], grads_N[self._rows_M, None]
+        high_M1 = log_sums_M1.to(
+            self.sum_dtype
+        )  # in two parts: a float64 one would copy all logits
+        low_M1 = (log_sums_M1 - high_M1).to(self.sum_dtype)
         hidden_MD = torch.zeros(self._hidden_MD.shape, dtype=self.sum_dtype)
         grad_VD = into_VD
         if grad_VD is None:
@@ -107,9 +114,10 @@ class VocabularyHead:
         for chunk in reversed(self._chunks):
             size = len(self._rows_M), chunk.stop - chunk.start
             if chunk is self._chunks[-1] and last_MC.shape == size:
-                grad_MC = last_MC - log_sums_M1
+                grad_MC = last_MC - high_M1
             else:
-                grad_MC = self._logits(chunk).sub_(log_sums_M1)
+                grad_MC = self._logits(chunk).sub_(high_M1)
+            grad_MC.sub_(low_M1)
             tokens, places = self._targets(chunk)
             grad_MC.exp_()[tokens, places] -= 1
             grad_MC.mul_(grads_M1)

@@ -77,3 +77,12 @@ def _feature_at(place: str) -> OwnFeature:
         setattr(kind, "Terms", terms)  # noqa: B010 - as a type checker knows no such attribute
     register(terms)
     return OwnFeature(name=name, terms=terms, server=server, device=device)
+
+
+def keeps_state(device: type | None) -> bool:
+    """Whether a method of a device's class, or of a base of the user's, names ``state``."""
+    kinds = () if device is None else device.__mro__
+    own = [kind for kind in kinds if kind.__name__ != "DeviceFeature"]
+    methods = [method for kind in own for method in vars(kind).values()]
+    code = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    return any("state" in one.co_names for one in code)

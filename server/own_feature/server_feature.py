@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError
 from headwater.common.named_objects import check_arguments
-from headwater.common.own_feature.found import OwnFeature, own_features
+from headwater.common.own_feature.found import OwnFeature, keeps_state, own_features
 from headwater.common.terms import SumOf, Terms
 from headwater.common.user_code import running
 from headwater.server.planning import features as planning_features
@@ -151,7 +151,7 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
         ),
         "a state on each device, and devices refuse that under active masks: a server that lies "
         "could have one outweigh the rest": (
-            settings.secure.aggregation == "active" and _keeps_state(found.device)
+            settings.secure.aggregation == "active" and keeps_state(found.device)
         ),
         "a direction of local steps, and there is none without --local-steps": (
             has_direction and not settings.local.is_on and settings.algorithm.name is None
@@ -161,13 +161,6 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
         if is_refused:
             raise SettingsError(f"{what} has {why}", remedy="change one of the two")
     return made
-
-
-def _keeps_state(device: type | None) -> bool:
-    """Whether a method of a device's class names ``state``."""
-    methods = vars(device).values() if device is not None else ()
-    code = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    return any("state" in one.co_names for one in code)
 
 
 def _sums_of(made: ServerFeature, run: RunState) -> Mapping[str, SumOf]:

@@ -10,19 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from headwater.client.app import app
 from headwater.client.flower.node import Node
-from headwater.client.secagg.plan_policy import LEAST_TIME, check_time
+from headwater.client.secagg.plan_policy import LEAST_TIME, check_plan, check_time
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.errors import MaskingTooWeak
-from headwater.common.messages import Plan
+from headwater.common.errors import CountOutOfRange, MaskingTooWeak
+from headwater.common.messages import MAX_STEPS, Plan
 from headwater.common.secagg.plan_digest import OF_EACH, plan_digest
+from headwater.common.settings.schema import SecureSettings
 from headwater.common.stats.linear_fit import Line
+from tests import training_contexts as contexts
 from tests.client.secagg.cohort import describe
 from tests.masked import RUN, plan, settings_of
 from tests.python_tasks import SIGNS
+from tests.training_contexts import trained, training_context
 
 # Another value of each field that all members have in common.
 COMMON: dict[str, Any] = {
@@ -114,3 +120,40 @@ def test_a_device_with_active_masks_takes_no_plan_of_a_server_that_never_asked_i
     with pytest.raises(MaskingTooWeak, match="has not asked how fast this device is"):
         check_time(plan(answer_seconds=1e-6), None, name="pi", needs_pace=True)
     check_time(plan(answer_seconds=1e-6), None, name="pi")
+
+
+class Together:
+    """Each example's loss is finite, and the sum of two is not."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.full((8, 1), 1.0))
+
+    def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        return (3e38 + 0 * model(batch[0])).sum(), len(batch[0])
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_a_model_at_which_losses_overflow_together_starves_no_member_of_large_micro_batches(
+    size: int,
+) -> None:
+    context = training_context(
+        Together(), Together().train_examples(data=None, part=0, num_parts=1)
+    )
+    asked = contexts.plan(8, size, is_masked=True, answer_seconds=9.0)
+    assert trained(context, asked).report.weight == 8
+
+
+def test_a_window_that_would_end_before_its_quota_is_refused() -> None:
+    """It has at most so many micro-batches, and would end there without a word."""
+    small: dict[str, Any] = {"quota": MAX_STEPS + 1, "micro_batch_size": 1, "answer_seconds": 1e6}
+    with pytest.raises(CountOutOfRange, match="a window has at most 4,096"):
+        check_plan(plan(**small), SecureSettings(), name="pi", told_examples=None)
+
+
+def test_a_fault_right_behind_a_plan_ends_no_training_of_a_device_that_masks(device: Node) -> None:
+    assert device.trainer.progress.plan is None
+    device.abort()
+    assert not device.trainer.stop_requested.is_set()
