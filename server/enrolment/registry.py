@@ -255,6 +255,10 @@ class Registry:
         before, self._version = self._version, int(row[0])
         return before != self._version
 
+    def look_again(self) -> None:
+        """Let the next ``has_changed`` return True: what changed could not be read."""
+        self._version = -1
+
     def _check_free(self, name: str, now: float) -> None:
         sql = "SELECT 1 FROM certificates WHERE name = ? AND ended IS NULL AND expires_at >= ?"
         if self._row(sql, (name, now)) is not None:

@@ -134,6 +134,7 @@ class RegistryVerifier(CertificateVerifier):
             try:
                 self.check(certificate)
             except StateError:
+                self._registry.look_again()
                 raise
             except HeadwaterError as error:
                 invalid[certificate.serial] = error
