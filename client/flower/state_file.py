@@ -27,7 +27,7 @@ from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder,
 log = logging.getLogger(__name__)
 
 SAMPLER, SECURE, SPEED = "walk", "secure", "pace"
-REPEATS, TERM, EXAMPLES = "repeats", "term", "examples"
+REPEATS, TERM, EXAMPLES, SHARE = "repeats", "term", "examples", "share"
 """The entries' names in the context and in the file."""
 
 OFFLINE = "offline"
@@ -64,6 +64,11 @@ def read_speed(plain: Plain | None) -> Line | None:
     return None if plain is None else Line(base=float(plain["base"]), each=float(plain["each"]))
 
 
+def read_share(plain: Plain | None) -> float | None:
+    """Return the share of its time that the device told last; None if it told none."""
+    return None if plain is None else float(plain["told"])
+
+
 def read_term(plain: Plain) -> int:
     """Return the latest term of the run's servers that the device has met."""
     return int(plain["number"])
@@ -81,6 +86,7 @@ READERS: Mapping[str, Callable[[Plain], object]] = {
     SPEED: read_speed,
     REPEATS: partial(_read_as, "headwater.client.secagg.plan_policy", "PlanRepeats", "of"),
     TERM: read_term,
+    SHARE: read_share,
     EXAMPLES: partial(_read_as, KNOWN_EXAMPLES, "KnownExamples", "from_json"),
 }
 _REMOVED = ("masked_pace",)  # in files of earlier versions

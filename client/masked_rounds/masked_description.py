@@ -20,7 +20,7 @@ from torch import Tensor
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.flower.request import DeviceRequest
-from headwater.client.flower.state_file import SPEED
+from headwater.client.flower.state_file import SHARE, SPEED
 from headwater.client.frozen.frozen_parts import holds_frozen
 from headwater.client.secagg.prepare import checked_metrics, padded_head, public_vitals
 from headwater.client.trainer.trainer import Trainer
@@ -235,7 +235,10 @@ def vitals_without_training(request: DeviceRequest, hardware: Hardware) -> Vital
         for name, rate in asdict(read_bandwidth(request.context.node_config)).items()
         if rate is not None
     }
-    return public_vitals(hardware.vitals()).model_copy(update=link)
+    vitals = public_vitals(hardware.vitals()).model_copy(update=link)
+    if not request.is_simulated:  # plans are held against it
+        records.save_state(request.context, SHARE, {"told": vitals.share})
+    return vitals
 
 
 def padded(report: DeviceReport | ReadyReport) -> RecordDict:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from flwr.app import RecordDict
 
 from headwater.client.flower.request import DeviceRequest
+from headwater.client.flower.state_file import SHARE, read_share
 from headwater.client.masked_rounds.masked_answers import train_masked
 from headwater.client.masked_rounds.masked_description import told_examples
 from headwater.client.masked_rounds.suspended_updates import suspended_of
 from headwater.client.plan_features import PlanFeature, load_model
 from headwater.client.secagg.pending import pending_in
-from headwater.client.secagg.plan_policy import check_plan, check_time
+from headwater.client.secagg.plan_policy import check_plan, check_share, check_time
 from headwater.client.secagg.prepare import check_masking
 from headwater.common.flower import records
 from headwater.common.messages import Plan
@@ -44,6 +45,9 @@ class MaskedPlans(PlanFeature):
             if not request.is_simulated:  # whose hardware changes from round to round
                 is_active = request.settings.secure.aggregation == "active"
                 check_time(plan, request.speed, name=name, needs_pace=is_active)
+                if is_active:
+                    share = read_share(records.load_state(request.context, SHARE))
+                    check_share(plan, share, name=name)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
         if "secagg" not in plan.terms:

@@ -28,7 +28,7 @@ OF_EACH = {
     "deadline_seconds": "a device refuses a time in which it cannot do its quota",
     "finish_seconds": "as the deadline",
     "counted_round": "each device's own; it settles which examples come next",
-    "share": "each device's own; it gives no less of its time than its owner says",
+    "share": "each device's own; a device refuses more than the share of its time that it told",
     "weigh_as": "each device's own; that there is one is in the digest, and it is in the roster",
     "frozen": "the model's; what is masked is of the model whose digest the session has",
     "reason": "a text for people",

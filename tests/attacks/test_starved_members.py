@@ -5,6 +5,7 @@ Planned weights do not show it: each member planned as much as the victim, and a
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.app import app
+from headwater.client.enrolment.signing_identity import make_identity
 from headwater.client.flower.node import Node
 from headwater.client.secagg.plan_policy import LEAST_TIME, check_plan, check_time
 from headwater.client.trainer.trainer import Trainer
@@ -26,7 +28,7 @@ from headwater.common.settings.schema import SecureSettings
 from headwater.common.stats.linear_fit import Line
 from tests import training_contexts as contexts
 from tests.client.secagg.cohort import describe
-from tests.masked import RUN, plan, settings_of
+from tests.masked import RUN, NodeDevice, plan, settings_of, train
 from tests.python_tasks import SIGNS
 from tests.training_contexts import trained, training_context
 
@@ -157,3 +159,24 @@ def test_a_fault_right_behind_a_plan_ends_no_training_of_a_device_that_masks(dev
     assert device.trainer.progress.plan is None
     device.abort()
     assert not device.trainer.stop_requested.is_set()
+
+
+def test_a_plan_that_counts_on_more_of_a_device_s_time_than_it_told_is_refused(
+    tmp_path: Path,
+) -> None:
+    """It would end when its owner's share is used up: a tenth of the quota."""
+    hour = dt.datetime.now().astimezone().hour
+    away = f"{(hour + 11) % 24:02}:00-{(hour + 13) % 24:02}:00"  # not within the next hours
+    key, allow_list = tmp_path / "d0", tmp_path / "allow-list"
+    allow_list.write_text(make_identity(key, "d0")[0].line)
+    pi = NodeDevice(
+        0,
+        tmp_path,
+        secure={"aggregation": "active", "identity": key, "allow_list": allow_list},
+        client={"active_hours": away, "inactive_share": 0.1},
+    )
+    pi.send("query.describe", describe())
+    assert pi.kept()["share"] == {"told": 0.1}
+    with pytest.raises(MaskingTooWeak, match=r"counts on 1 of this device's time, and it told"):
+        train(pi, plan(answer_seconds=0.1, share=1.0))
+    train(pi, plan(answer_seconds=0.1, share=0.1))
