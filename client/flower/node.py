@@ -154,7 +154,9 @@ class Node:
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:
-            array = None if payload is None else records.flat_array(payload, dtype="uint8")
+            # Always as a view: this process stays, so no update is kept for another one.
+            seen = None if payload is None else memoryview(payload)
+            array = None if seen is None else records.flat_array(seen, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
             ensure_message_id(message)
             reply = self._app(message, self._context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,20 @@ from headwater.common.errors import HeadwaterError, RoundAborted, SessionMismatc
 from headwater.common.messages import Plan
 from headwater.common.secagg.masked_numbers import bounds_of
 from tests.attacks.secagg_lies import Seen, as_if_of_the_session, chosen
-from tests.client.secagg.cohort import devices
+from tests.client.secagg.cohort import describe, devices
 from tests.faults import FaultPlan
-from tests.masked import Device, DeviceReply, opening_of, plain_sum, plan, play, ready, sum_of
+from tests.masked import (
+    Device,
+    DeviceReply,
+    NodeDevice,
+    opening_of,
+    plain_sum,
+    plan,
+    play,
+    ready,
+    sum_of,
+    trainer,
+)
 from tests.secagg import Cast
 
 pytestmark = pytest.mark.usefixtures("a_process_of_its_own")
@@ -135,3 +147,14 @@ def test_a_tiny_clip_bound_shows_how_many_were_clipped_and_not_who(quotas: tuple
     saturated = values[np.abs(values) >= bound]
     assert len(saturated) > 0
     assert not (saturated % bound).any()
+
+
+def test_a_model_that_comes_as_bytes_leaves_a_device_as_it_was(tmp_path: Path) -> None:
+    """As a server may send it beside a plan; only a SuperNode's process ends after each answer."""
+    device = NodeDevice(0, tmp_path, secure={"aggregation": "semi-honest"})
+    image = bytes(trainer().image.buffer())
+    for number in (1, 2):
+        asked = plan(number, answer_seconds=0.05)
+        sent = device.answer("train", asked.model_dump_json(), image)
+        assert sent.error is None
+        assert device.answer("query.describe", describe()).error is None
