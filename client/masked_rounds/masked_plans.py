@@ -46,8 +46,9 @@ class MaskedPlans(PlanFeature):
                 is_active = request.settings.secure.aggregation == "active"
                 check_time(plan, request.speed, name=name, needs_pace=is_active)
                 if is_active:
-                    share = read_share(records.load_state(request.context, SHARE))
-                    check_share(plan, share, name=name)
+                    told_share = read_share(records.load_state(request.context, SHARE))
+                    now = request.hardware.time_share().share
+                    check_share(plan, max(told_share or 0.0, now), name=name)
 
     def train(self, request: DeviceRequest, plan: Plan) -> RecordDict | None:
         if "secagg" not in plan.terms:

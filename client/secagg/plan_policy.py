@@ -158,8 +158,10 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
         )
 
 
-def check_share(plan: Plan, told: float | None, *, name: str) -> None:
-    """Check that a masked plan counts on no more of the device's time than the device told last.
+def check_share(plan: Plan, given: float, *, name: str) -> None:
+    """Check that a masked plan counts on no more of the device's time than ``given``.
+
+    That is what it told last, or gives now.
 
     A device stops when its owner's share is used up: with plans that count on more, a server could
     have all members but one add hardly anything.
@@ -167,10 +169,10 @@ def check_share(plan: Plan, told: float | None, *, name: str) -> None:
     Raises:
         MaskingTooWeak: it does.
     """
-    if plan.share is not None and told is not None and plan.share > told:
+    if plan.share is not None and plan.share > given:
         raise MaskingTooWeak(
             f"{name}, round {plan.round}: the plan counts on {plan.share:.3g} of this device's "
-            f"time, and it told that it gives {told:.3g}",
+            f"time, and it told that it gives {given:.3g}",
             remedy="use a server of this version",
         )
 
