@@ -22,6 +22,7 @@ from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
 from headwater.common.task_spec import is_below, split_place
 
 UNPROTECTED = ("plain_text", "public_metrics")
+"""The settings that let anybody on the way read."""
 Values = dict[str, Any]
 """Settings by their dotted keys, as JSON has them."""
 Changes = dict[str, tuple[Any, Any]]

@@ -29,7 +29,7 @@ from headwater.common.parsed_text import json_of
 
 LEVEL = 1  # of zlib: higher ones take several times as long and save a tenth
 MAX_BYTES = 1 << 29
-"""Of a table once it is read: of a million clients with thirty steps each, and no more."""
+"""Of a table once it is read: of half a million clients with thirty steps each, and no more."""
 TEXTS = ("name", "reason", "plan")
 LISTS = ("step_seconds", "step_loss", "step_gradient_norm", "gradient_variance")
 LENGTH, TEXT = "num_steps", "texts"
