@@ -166,10 +166,8 @@ class OwnRound(Feature):
     def check_stateless(self, name: str) -> None:
         """Check that the feature keeps no state: by its class, and after a round by what it left.
 
-        ``name`` is the device's.
-
-        A server that chooses models could have one member bring what it keeps of many rounds into a
-        session, and the others nothing.
+        ``name`` is the device's. A server that chooses models could have one member bring what it
+        keeps of many rounds into a session, and the others nothing.
 
         Raises:
             MaskingTooWeak: it does.

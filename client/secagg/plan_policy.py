@@ -161,10 +161,8 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
 def check_share(plan: Plan, given: float, *, name: str) -> None:
     """Check that a masked plan counts on no more of the device's time than ``given``.
 
-    That is what it told last, or gives now.
-
-    A device stops when its owner's share is used up: with plans that count on more, a server could
-    have all members but one add hardly anything.
+    That is what it told last, or gives now. A device stops when its owner's share is used up: with
+    plans that count on more, a server could have all members but one add hardly anything.
 
     Raises:
         MaskingTooWeak: it does.

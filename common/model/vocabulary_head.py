@@ -102,9 +102,8 @@ class VocabularyHead:
         what the weight's gradient is added to, and is returned.
         """
         log_sums_M1, grads_M1 = log_sums_N[self._rows_M, None], grads_N[self._rows_M, None]
-        high_M1 = log_sums_M1.to(
-            self.sum_dtype
-        )  # in two parts: a float64 one would copy all logits
+        # In two parts: to subtract a float64 one would copy all logits.
+        high_M1 = log_sums_M1.to(self.sum_dtype)
         low_M1 = (log_sums_M1 - high_M1).to(self.sum_dtype)
         hidden_MD = torch.zeros(self._hidden_MD.shape, dtype=self.sum_dtype)
         grad_VD = into_VD
