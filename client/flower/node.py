@@ -154,8 +154,8 @@ class Node:
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
         try:
-            # Always as a view: this process stays, so no update is kept for another one.
-            seen = None if payload is None else memoryview(payload)
+            # A model always as a view: this process stays, and keeps no update for another one.
+            seen = memoryview(payload) if payload and message_type == "train" else payload
             array = None if seen is None else records.flat_array(seen, dtype="uint8")
             message = Message(records.content_with_head(head_json, array), 1, message_type)
             ensure_message_id(message)
