@@ -405,8 +405,7 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
         fold_seconds += time.perf_counter() - start
     watch.lap("train", less=fold_seconds)
     watch.split["fold"] = fold_seconds
-    # On Ray the devices' clocks are a simulator's, and the round's own time is that of its workers.
-    if not fleet.has_virtual_clock and training.settings.simulation.engine != "flower-ray":
+    if not fleet.has_virtual_clock:
         training.planner.round_seconds = watch.split["train"] + fold_seconds
 
 

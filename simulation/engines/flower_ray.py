@@ -195,6 +195,7 @@ class _StoppableGrid(Grid):
     """Flower's grid; raises ``_Stopped`` once a stop is requested."""
 
     awaits_more = False
+    has_virtual_clock = True
 
     def __init__(self, grid: Grid, stop_requested: threading.Event) -> None:
         self._grid = grid

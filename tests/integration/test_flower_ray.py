@@ -52,6 +52,8 @@ def test_until_ctrl_c_ray_gives_the_in_process_model_bit_for_bit_and_nothing_is_
     }
     run_engine(Settings.model_validate(chosen), on_round=lambda row: None, resume=False)
     assert (ray / MODEL).read_bytes() == (alone / MODEL).read_bytes()
+    seconds = [row["virtual_seconds"] for row in read_rows(alone)]
+    assert [row["virtual_seconds"] for row in rows] == seconds
 
 
 @pytest.mark.slow

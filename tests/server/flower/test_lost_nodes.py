@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from headwater.common.flower import records
 from headwater.common.flower.grid import ensure_message_id, enter_run
-from headwater.common.messages import DescribeRequest, DeviceReport, Plan
+from headwater.common.messages import DescribeRequest, DeviceReport, EvaluateReport, Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.server.asynchronous.dispatching_grid_fleet import DispatchingGridFleet
 from headwater.server.fleet import Dropout
@@ -70,6 +71,25 @@ class SuperLink(Grid):
         raise NotImplementedError
 
 
+class BusySimulator(SuperLink):
+    """A simulator's grid, whose workers are busy with something else at first."""
+
+    has_virtual_clock = True
+
+    def __init__(self, *nodes: int, busy_seconds: float) -> None:
+        super().__init__(*nodes)
+        self._busy_until = time.monotonic() + busy_seconds
+
+    def pull_messages(  # type: ignore[override]
+        self, reply_to_message_ids: Iterable[str] | None = None, **_: Any
+    ) -> Iterable[Message]:
+        yield from super().pull_messages(reply_to_message_ids)
+        for message_id in [*self._open] if time.monotonic() > self._busy_until else ():
+            node = self._open[message_id].metadata.dst_node_id
+            report = EvaluateReport(name=f"d{node}", weight=1, loss_sum=0.0)
+            yield Message(records.content_of(report), reply_to=self._open.pop(message_id))
+
+
 def fleet_on(grid: SuperLink, nodes: int) -> DispatchingGridFleet:
     fleet = DispatchingGridFleet(grid)
     fleet.describe(REQUEST, min_clients=nodes)
@@ -90,6 +110,14 @@ def test_a_round_without_a_deadline_goes_on_when_a_node_is_lost_in_it() -> None:
         ("d1", "ConnectionLost"),
         ("d2", "ConnectionLost"),
     }
+
+
+def test_a_simulated_device_is_not_late_because_its_worker_is() -> None:
+    grid, image = BusySimulator(1, busy_seconds=0.5), ModelImage(nn.Linear(2, 1))
+    fleet = fleet_on(grid, 1)
+    assert fleet.has_virtual_clock
+    (answer,) = fleet.evaluate({"d1": PLAN}, image, timeout_seconds=0.1)
+    assert isinstance(answer, EvaluateReport)
 
 
 def test_an_asynchronous_plan_of_a_lost_node_is_given_up() -> None:

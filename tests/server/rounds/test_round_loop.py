@@ -239,14 +239,14 @@ def test_a_row_has_the_examples_of_an_epoch_and_the_clients_seconds_by_part(
         assert row.client_seconds["wait"] == pytest.approx(row.slowest[1] - mean)
 
 
-@pytest.mark.parametrize(("engine", "is_real"), [("grpc", True), ("flower-ray", False)])
+@pytest.mark.parametrize("is_virtual", [False, True])
 def test_only_a_real_clock_says_what_a_round_takes(
-    monkeypatch: pytest.MonkeyPatch, engine: str, is_real: bool
+    monkeypatch: pytest.MonkeyPatch, is_virtual: bool
 ) -> None:
     """On Ray the time of the workers made the plans of the next round, which then differed."""
-    monkeypatch.setattr(Network, "has_virtual_clock", False)
-    training, _ = trained(chosen(simulation={"clients": 3, "engine": engine}), honest)
-    assert (training.planner.round_seconds > 0) == is_real
+    monkeypatch.setattr(Network, "has_virtual_clock", is_virtual)
+    training, _ = trained(chosen(), honest)
+    assert (training.planner.round_seconds == 0) == is_virtual
 
 
 def test_devices_that_own_the_same_step_alike_with_either_weighting() -> None:
