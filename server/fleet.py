@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
@@ -33,6 +35,10 @@ from headwater.server.planning.cohort import ConnectedClients
 
 if TYPE_CHECKING:
     from headwater.common.phases import Phase
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,11 @@ class ReportBatch(Sequence[ReportFields], ABC):
     def unused(self) -> tuple[int, ...]:
         """The places of the trained tensors that none of the updates' losses used."""
         return ()
+
+    @property
+    @abstractmethod
+    def timing(self) -> tuple[Ints, Ints, Floats]:
+        """How many steps each update has; the examples and seconds of all, one after another."""
 
     @property
     def norms_per_weight(self) -> Sequence[float] | None:

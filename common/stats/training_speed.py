@@ -21,6 +21,7 @@ import operator
 import statistics
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 from headwater.common.messages import DeviceReport
 from headwater.common.stats.linear_fit import Line, refit_line
@@ -47,6 +48,11 @@ def reported_line(report: DeviceReport) -> Line | None:
     return clamped_line(Line(base=report.seconds_per_micro_batch, each=report.seconds_per_example))
 
 
+def is_expected(expected: Any, measured: Any) -> Any:
+    """Whether a micro-batch took the expected seconds; of columns a column."""
+    return abs(measured - expected) <= TOLERANCE * measured
+
+
 def updated_line(line: Line, measured: Sequence[tuple[float, float]]) -> Line:
     """Return the line after a round; ``measured`` are work and seconds of its micro-batches.
 
@@ -54,7 +60,7 @@ def updated_line(line: Line, measured: Sequence[tuple[float, float]]) -> Line:
     took the expected seconds, the result is ``line`` itself. Micro-batches of zero seconds lower
     the level and keep the slope.
     """
-    if all(abs(seconds - line.at(size)) <= TOLERANCE * seconds for size, seconds in measured):
+    if all(is_expected(line.at(size), seconds) for size, seconds in measured):
         return line
     ratio = _robust_ratio(line, measured)
     factor = min(max(ratio, 1 / MAX_CHANGE), MAX_CHANGE) ** UPDATE_EXPONENT

@@ -109,13 +109,10 @@ class DeviceEstimate:
             return known.after_timely_update()
         return known if was_expected_late else known.after_late_update()
 
-    def is_confirmed_by(self, report: ReportFields) -> bool:
-        """Whether an update in time changes nothing here, in a run with K set."""
-        return (
-            not self.times_late
-            and self.deadline_share == DEADLINE_SHARE
-            and _have_same_memory(report.vitals, self.vitals)
-        )
+    @property
+    def is_in_time(self) -> bool:
+        """Whether the client was never late, or nothing is left of it."""
+        return not self.times_late and self.deadline_share == DEADLINE_SHARE
 
     def after_update(self, report: ReportFields) -> DeviceEstimate:
         """Follow the speed that an update's steps show, and the vitals that it reports."""
@@ -137,7 +134,7 @@ class DeviceEstimate:
 
     def after_timely_update(self) -> DeviceEstimate:
         """Give a client that was not late a part of the lost share back."""
-        if self.deadline_share == DEADLINE_SHARE and not self.times_late:
+        if self.is_in_time:
             return self
         share = min(self.deadline_share * IN_TIME_FACTOR, DEADLINE_SHARE)
         return replace(self, deadline_share=share, times_late=0)

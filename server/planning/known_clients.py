@@ -7,17 +7,26 @@ the client's turn comes.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import DeviceReport, ReadyReport, ReportFields
+from headwater.common.stats import training_speed
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import (
     UNKNOWN_DEVICE,
     UNTOLD_EXAMPLES,
     DeviceEstimate,
 )
+
+if TYPE_CHECKING:
+    from headwater.server.fleet import ReportBatch
 
 log = logging.getLogger(__name__)
 
@@ -150,22 +159,47 @@ class KnownClients:
         accepted: Mapping[str, ReportFields],
         ready: Mapping[str, ReadyReport],
         refused: Mapping[str, HeadwaterError],
+        batches: Sequence[ReportBatch] = (),
     ) -> None:
         """Follow the invited clients' speed, vitals and lateness, whether or not the round counts.
 
         ``exceptions`` are the invited clients that are too slow, ``accepted`` the reports of the
         updates, ``ready`` those of masked updates, ``refused`` the errors of the clients without
-        an update.
+        an update. ``batches`` are those of the accepted reports that came as columns.
         """
-        is_k_set, estimates = self.is_k_set, self.estimates
+        estimates = self.estimates
+        as_known = {name for batch in batches for name in self._as_known(batch)} - refused.keys()
         for name in invited:
-            known, report, error = estimates[name], accepted.get(name), refused.get(name)
-            if is_k_set and report is not None and error is None and known.is_confirmed_by(report):
-                continue
-            estimates[name] = known.after_round(
-                report,
-                ready.get(name),
-                error,
-                is_k_set=is_k_set,
-                was_expected_late=name in exceptions,
+            if name not in as_known:
+                estimates[name] = estimates[name].after_round(
+                    accepted.get(name),
+                    ready.get(name),
+                    refused.get(name),
+                    is_k_set=self.is_k_set,
+                    was_expected_late=name in exceptions,
+                )
+
+    def _as_known(self, batch: ReportBatch) -> list[str]:
+        """Return the clients whose reports surely change nothing of their estimates.
+
+        The others' estimates follow from ``DeviceEstimate.after_round``, which may find the same.
+        """
+        names, vitals = batch.columns.names, batch.columns.vitals
+        known = list(map(self.estimates.__getitem__, names))
+        is_same = np.array([one.is_in_time for one in known])
+        is_same &= list(map(operator.is_, vitals, map(_VITALS, known)))
+        lines = [one.line for one in known]
+        if not self.is_k_set and None not in lines:
+            num_steps, sizes, seconds = batch.timing
+            base, each = (
+                np.repeat(list(map(operator.attrgetter(figure), lines)), num_steps)
+                for figure in ("base", "each")
             )
+            is_expected = training_speed.is_expected(base + each * sizes, seconds)
+            is_same &= np.logical_and.reduceat(is_expected, np.cumsum(num_steps) - num_steps)
+        elif not self.is_k_set:
+            is_same[:] = False
+        return list(compress(names, is_same.tolist()))
+
+
+_VITALS = operator.attrgetter("vitals")

@@ -103,7 +103,8 @@ class OpenRound:
         self.clip_bits: list[int] = []
         """The accepted updates' bits on the clip norm; none if it does not follow them."""
         self._reports: list[ReportFields] = []
-        self._batches: list[ReportBatch] = []
+        self.batches: list[ReportBatch] = []
+        """The accepted reports that came as columns."""
         self._batch_norms: list[Sequence[float] | None] = []
         """Of each batch that arrived as one sum."""
         self._unused: list[Sequence[int]] = []
@@ -145,14 +146,14 @@ class OpenRound:
     def columns(self) -> Sequence[ReportColumns]:
         """The accepted reports as columns: of the single updates together, and of each batch."""
         single = [ReportColumns.of(*self._reports)] if self._reports else []
-        return single + [batch.columns for batch in self._batches]
+        return single + [batch.columns for batch in self.batches]
 
     @property
     def noise(self) -> Sequence[NoiseSums]:
         """The accepted updates' parts of the round's noise sums."""
         owned = self._owned
         single = [noise_sums(report, num_owned=owned[report.name]) for report in self._reports]
-        return single + list(chain.from_iterable(batch.noise(owned) for batch in self._batches))
+        return single + list(chain.from_iterable(batch.noise(owned) for batch in self.batches))
 
     @property
     def all_norms(self) -> Sequence[float] | None:
@@ -221,7 +222,7 @@ class OpenRound:
             return
         self._unused.append(reports.unused)
         if len(taken) == len(columns.names):
-            self._batches.append(reports)
+            self.batches.append(reports)
             self.accepted |= zip(columns.names, reports, strict=True)
             return
         for at in taken:
@@ -348,7 +349,7 @@ class OpenRound:
             name=name,
             total=self._total.part(),
             extra={} if self.extra is None else self.extra.parts(),
-            reports=tuple(chain(self._reports, *self._batches)),
+            reports=tuple(chain(self._reports, *self.batches)),
             norms=self.norms,
             outliers=self.outliers,
             clip_bits=self.clip_bits,

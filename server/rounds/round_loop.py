@@ -307,6 +307,7 @@ def finish_round(
         accepted=opened.accepted,
         ready=opened.ready,
         refused=opened.refused,
+        batches=opened.batches,
     )
     training.left_out_log.note_empty(opened)
     training.planner.exclude(

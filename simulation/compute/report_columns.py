@@ -127,6 +127,12 @@ class CohortReports(ReportBatch):
         return of_each
 
     @property
+    def timing(self) -> tuple[Ints, Ints, Floats]:
+        """See ``headwater.server.fleet.ReportBatch``."""
+        planned = self.planned
+        return planned.num_steps, planned.sizes, planned.step_seconds
+
+    @property
     def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
         """See ``headwater.server.fleet.ReportBatch``."""
         if self.norms is not None:
