@@ -27,7 +27,7 @@ from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
 from headwater.server.transport.device_records import Stages
 from headwater.simulation.engines.in_process import LocalFleet
-from headwater.simulation.engines.planning_cache import cached_decisions
+from headwater.simulation.engines.planning_cache import CachedOrder
 from headwater.simulation.fleet.fleet_spec import with_fleet
 
 
@@ -115,7 +115,7 @@ def _run_in_process(
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
     tracking = trackers(settings)
-    training = Training(settings, run_id=run_id, decisions=cached_decisions())
+    training = Training(settings, run_id=run_id, order=CachedOrder())
     fleet = LocalFleet(settings, run_id=run_id, stages=stages)
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():

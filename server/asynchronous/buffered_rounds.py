@@ -31,6 +31,7 @@ from headwater.server.asynchronous.masked_buffer import (
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
+from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds.checkpoint import saved_round
 from headwater.server.rounds.observer import Observer
@@ -108,7 +109,7 @@ class BufferedRounds:
             training,
             fleet,
             observer,
-            replace(planned, plans=dict(answered)),
+            replace(planned, plans=PlanTable.of(answered)),
             opened,
             watch,
             before,
@@ -163,7 +164,9 @@ class BufferedRounds:
         self._exceptions |= planned.exceptions
         plans = {**self._plans, **self._joined(planned.plans, self._plans)}
         return (
-            replace(planned, plans=plans, owned=self._owned, exceptions=self._exceptions),
+            replace(
+                planned, plans=PlanTable.of(plans), owned=self._owned, exceptions=self._exceptions
+            ),
             min(num_updates, len(plans)),
         )
 

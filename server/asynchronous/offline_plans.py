@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headwater.common.offline.terms import OfflineTerms
-from headwater.server.planning.features import DraftPlan, PlanningFeature
+from headwater.server.planning.features import DraftPlans, PlanningFeature
 
 
 class OfflinePlans(PlanningFeature):
     """Says how many windows a device may sum under one plan."""
 
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        terms = OfflineTerms(windows=self.settings.asynchronous.offline_windows)
-        for draft in drafts:
-            draft.ask(terms)
+    def write(self, drafts: DraftPlans) -> None:
+        drafts.ask(OfflineTerms(windows=self.settings.asynchronous.offline_windows))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headwater.common.compression.planned_bytes import download_bytes, upload_bytes
 from headwater.common.compression.terms import terms_of
-from headwater.server.planning.features import DraftPlan, PlanningFeature
+from headwater.server.planning.features import DraftPlans, PlanningFeature
 
 
 class CompressedPlans(PlanningFeature):
@@ -16,7 +14,6 @@ class CompressedPlans(PlanningFeature):
         settings = self.settings
         return download_bytes(settings, num_values), upload_bytes(settings, num_values)
 
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
+    def write(self, drafts: DraftPlans) -> None:
         if (terms := terms_of(self.settings.compression)) is not None:
-            for draft in drafts:
-                draft.ask(terms)
+            drafts.ask(terms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.local_training.terms import LocalPlan
@@ -10,7 +10,7 @@ from headwater.common.messages import DescribeRequest
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
 from headwater.server.local_training.local_round import LocalRound, local_round
-from headwater.server.planning.features import DraftPlan, PlanningFeature
+from headwater.server.planning.features import DraftPlans, PlanningFeature
 
 
 class LocalPlans(PlanningFeature):
@@ -23,29 +23,42 @@ class LocalPlans(PlanningFeature):
         label = self.settings.algorithm.label
         return request.model_copy(update={"algorithm": label})
 
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
+    def write(self, drafts: DraftPlans) -> None:
         local, (how, label) = self.demand(), algorithm_of(self.settings)
         rate = self.settings.local.rate
-        for draft in drafts:
-            number = 1 if local is None else _divided(draft, local)
-            draft.ask(LocalPlan(steps=number, learning_rate=rate, how=how, algorithm=label))
+        numbers = [1] * len(drafts.assigned) if local is None else _divided(drafts, local)
+        terms = {
+            number: LocalPlan(steps=number, learning_rate=rate, how=how, algorithm=label)
+            for number in set(numbers)
+        }
+        drafts.ask_each([terms[number] for number in numbers])
 
 
-def _divided(draft: DraftPlan, local: LocalRound) -> int:
-    """Divide a quota into steps, each of one micro-batch or more; return their number."""
-    one = draft.assignment
-    owned = one.estimate.num_examples
-    number = local.num_steps(one.quota, num_examples=owned)
-    draft.micro_batch_size = min(draft.micro_batch_size, -(-one.quota // number))
+def _divided(drafts: DraftPlans, local: LocalRound) -> list[int]:
+    """Divide each quota into steps, each of one micro-batch or more; return their numbers."""
+    assigned = drafts.assigned
+    quotas, owned = assigned.quota.tolist(), assigned.known.num_examples.tolist()
+    pairs = list(zip(quotas, owned, strict=True))
+    numbers = [local.num_steps(quota, num_examples=own) for quota, own in pairs]
+    drafts.micro_batch_size = np.minimum(
+        drafts.micro_batch_size, -(-assigned.quota // np.array(numbers, dtype=np.int64))
+    )
     # They move the model, so a device must not choose their number by stopping early.
-    draft.finish_seconds = None
-    draft.is_evened = False
-    draft.more_words = f" in {counted(number, 'local step')}"
-    if local.epochs and one.quota == local.epochs * owned:
-        draft.quota_words = f"{counted(local.epochs, 'epoch')} of its {counted(owned, 'example')}"
-    elif one.accumulation_steps is not None:
-        draft.quota_words = f"K set to {one.accumulation_steps}"
-    return number
+    drafts.finish_seconds = np.full(len(assigned), np.nan)
+    drafts.is_evened = False
+    steps, epochs = assigned.accumulation_steps, local.epochs
+    drafts.more_words = {
+        name: f" in {counted(number, 'local step')}"
+        for name, number in zip(assigned, numbers, strict=True)
+    }
+    drafts.quota_words = {
+        name: f"{counted(epochs, 'epoch')} of its {counted(own, 'example')}"
+        if epochs and quota == epochs * own
+        else f"K set to {steps}"
+        for name, (quota, own) in zip(assigned, pairs, strict=True)
+        if steps is not None or (epochs and quota == epochs * own)
+    }
+    return numbers
 
 
 def algorithm_of(settings: Settings) -> tuple[LocalTerms | None, str | None]:

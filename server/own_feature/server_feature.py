@@ -14,7 +14,7 @@ from headwater.common.own_feature.found import OwnFeature, keeps_state, own_feat
 from headwater.common.terms import SumOf, Terms
 from headwater.common.user_code import running
 from headwater.server.planning import features as planning_features
-from headwater.server.planning.features import DraftPlan
+from headwater.server.planning.features import DraftPlans
 from headwater.server.rounds import features as rounds_features
 from headwater.server.rounds.features import RunFeature, RunState
 
@@ -40,10 +40,9 @@ class ServerFeature(RunFeature):
         found: Terms = self.Terms()
         return found
 
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
+    def write(self, drafts: DraftPlans) -> None:
         if (terms := self.terms()) is not None:
-            for draft in drafts:
-                draft.ask(terms)
+            drafts.ask(terms)
 
 
 def own_run_features(run: RunState) -> dict[str, RunFeature]:

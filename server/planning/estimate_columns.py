@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ class EstimateColumns:
     share: Floats
     """The share of its time that the client gives."""
     is_on_battery: Floats
+    download: Floats
+    """Bytes per second, 0 or NaN where they are unknown; ``upload`` too."""
+    upload: Floats
 
     @classmethod
     def of(cls, estimates: Sequence[DeviceEstimate]) -> EstimateColumns:
@@ -58,4 +61,17 @@ class EstimateColumns:
             each=column(lines, "each"),
             share=column(vitals, "share"),
             is_on_battery=column(vitals, "is_on_battery"),
+            download=column(vitals, "download_bytes_per_second"),
+            upload=column(vitals, "upload_bytes_per_second"),
         )
+
+    def with_rows(self, at: Ints, rows: EstimateColumns) -> EstimateColumns:
+        """Return the columns with these rows in the place of those at ``at``."""
+        columns = {one.name: getattr(self, one.name).copy() for one in fields(self)}
+        for name, column in columns.items():
+            column[at] = getattr(rows, name)
+        return EstimateColumns(**columns)
+
+    def some(self, at: Ints) -> EstimateColumns:
+        """Return the columns of these clients."""
+        return EstimateColumns(**{one.name: getattr(self, one.name)[at] for one in fields(self)})

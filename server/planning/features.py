@@ -6,7 +6,6 @@ A feature is imported if the run's settings turn it on, or if its model needs it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
@@ -14,29 +13,38 @@ from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
 from headwater.server.planning.demand import Demand
-from headwater.server.planning.planner import Assignment
+from headwater.server.planning.estimate_columns import Floats, Ints
+from headwater.server.planning.planner import Assigned
 
 Weights = Mapping[str, int]
 
 
-@dataclass(kw_only=True, slots=True)
-class DraftPlan:
-    """A plan that is being written, for all clients with one assignment."""
+class DraftPlans:
+    """A round's plans that are being written, in columns of the clients that are assigned work."""
 
-    assignment: Assignment
-    micro_batch_size: int
-    finish_seconds: float | None
-    quota_words: str | None = None
-    """What bound the quota, in the place of the planner's own words."""
-    more_words: str = ""
-    """What is said behind that."""
-    is_evened: bool = True
-    """Whether a smaller micro-batch than assigned is one that tells the noise."""
-    terms: dict[str, Terms] = field(default_factory=dict)
+    def __init__(self, assigned: Assigned, micro_batch_size: Ints) -> None:
+        self.assigned = assigned
+        self.micro_batch_size = micro_batch_size
+        self.finish_seconds: Floats = assigned.finish_seconds(micro_batch_size)
+        self.quota_words: Mapping[str, str] = {}
+        """What bound a client's quota, in the place of the planner's own words."""
+        self.more_words: Mapping[str, str] = {}
+        """What is said behind that."""
+        self.is_evened = True
+        """Whether a smaller micro-batch than assigned is one that tells the noise."""
+        self.terms: Sequence[Mapping[str, Terms]] = [{}] * len(assigned)
 
     def ask(self, terms: Terms) -> None:
-        """Add a feature's terms."""
-        self.terms |= named(terms)
+        """Add a feature's terms to all plans."""
+        self.ask_each([terms] * len(self.assigned))
+
+    def ask_each(self, terms: Sequence[Terms]) -> None:
+        """Add a feature's terms to each plan."""
+        made: dict[tuple[int, int], Mapping[str, Terms]] = {}
+        pairs = list(zip(self.terms, terms, strict=True))
+        for before, one in pairs:
+            made.setdefault((id(before), id(one)), {**before, **named(one)})
+        self.terms = [made[id(before), id(one)] for before, one in pairs]
 
 
 class PlanningMoments:
@@ -51,13 +59,13 @@ class PlanningMoments:
         return ()
 
     def limit(
-        self, assigned: Mapping[str, Assignment], weights: Weights, *, round_number: int
-    ) -> tuple[Mapping[str, Assignment], Weights]:
+        self, assigned: Assigned, weights: Weights, *, round_number: int
+    ) -> tuple[Assigned, Weights]:
         """Change the assignments, and the weights of dataset weighting, before the plans."""
         return assigned, weights
 
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        """Add terms to the plans, which are of so many clients."""
+    def write(self, drafts: DraftPlans) -> None:
+        """Add terms to the plans."""
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
         """Return the bytes of the model and of an update, as planned; given those without this."""

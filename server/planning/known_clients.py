@@ -11,12 +11,12 @@ import operator
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import DeviceReport, ReadyReport, ReportFields
+from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
 from headwater.common.stats import training_speed
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import (
@@ -24,11 +24,20 @@ from headwater.server.planning.device_estimates import (
     UNTOLD_EXAMPLES,
     DeviceEstimate,
 )
-
-if TYPE_CHECKING:
-    from headwater.server.fleet import ReportBatch
+from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
 
 log = logging.getLogger(__name__)
+
+
+class ToldBlock(NamedTuple):
+    """What the updates of a block of clients tell of their memory and speed, in columns."""
+
+    names: Sequence[str]
+    vitals: Sequence[Vitals]
+    num_steps: Ints
+    sizes: Ints
+    """The examples of each step of all, one client after another; and its seconds."""
+    seconds: Floats
 
 
 @dataclass(slots=True)
@@ -48,6 +57,8 @@ class KnownClients:
     """The number of requests to each client of masked rounds to measure its speed again."""
     _awaited_speed: set[str] = field(default_factory=set)
     """Clients with such a request that have not described themselves since."""
+    _columns: tuple[Sequence[DeviceEstimate], EstimateColumns | None] = ((), None)
+    """The estimates that were asked for last as columns."""
     _is_resumed: bool = False
     """Whether the next round is the first one after ``restore``."""
 
@@ -124,6 +135,22 @@ class KnownClients:
             able.append(name)
         return able
 
+    def columns(self, estimates: Sequence[DeviceEstimate]) -> EstimateColumns:
+        """Return estimates as columns; of those that were asked for last, what has changed.
+
+        An estimate that is the same is the same object.
+        """
+        before, columns = self._columns
+        changed = list(map(operator.is_not, estimates, before))
+        if columns is None or len(before) != len(estimates) or all(changed):
+            columns = EstimateColumns.of(estimates)
+        elif any(changed):
+            columns = columns.with_rows(
+                np.flatnonzero(changed), EstimateColumns.of(list(compress(estimates, changed)))
+            )
+        self._columns = estimates, columns
+        return columns
+
     def to_measure(self, names: Iterable[str], *, round_number: int) -> list[str]:
         """Return which of these clients are to measure their speed again after this round.
 
@@ -159,16 +186,16 @@ class KnownClients:
         accepted: Mapping[str, ReportFields],
         ready: Mapping[str, ReadyReport],
         refused: Mapping[str, HeadwaterError],
-        batches: Sequence[ReportBatch] = (),
+        blocks: Sequence[ToldBlock] = (),
     ) -> None:
         """Follow the invited clients' speed, vitals and lateness, whether or not the round counts.
 
         ``exceptions`` are the invited clients that are too slow, ``accepted`` the reports of the
         updates, ``ready`` those of masked updates, ``refused`` the errors of the clients without
-        an update. ``batches`` are those of the accepted reports that came as columns.
+        an update. ``blocks`` are those of the accepted reports that came as columns.
         """
         estimates = self.estimates
-        as_known = {name for batch in batches for name in self._as_known(batch)} - refused.keys()
+        as_known = {name for block in blocks for name in self._as_known(block)} - refused.keys()
         for name in invited:
             if name not in as_known:
                 estimates[name] = estimates[name].after_round(
@@ -179,27 +206,26 @@ class KnownClients:
                     was_expected_late=name in exceptions,
                 )
 
-    def _as_known(self, batch: ReportBatch) -> list[str]:
+    def _as_known(self, block: ToldBlock) -> list[str]:
         """Return the clients whose reports surely change nothing of their estimates.
 
         The others' estimates follow from ``DeviceEstimate.after_round``, which may find the same.
         """
-        names, vitals = batch.columns.names, batch.columns.vitals
-        known = list(map(self.estimates.__getitem__, names))
+        known = list(map(self.estimates.__getitem__, block.names))
         is_same = np.array([one.is_in_time for one in known])
-        is_same &= list(map(operator.is_, vitals, map(_VITALS, known)))
+        is_same &= list(map(operator.is_, block.vitals, map(_VITALS, known)))
         lines = [one.line for one in known]
         if not self.is_k_set and None not in lines:
-            num_steps, sizes, seconds = batch.timing
+            num_steps = block.num_steps
             base, each = (
                 np.repeat(list(map(operator.attrgetter(figure), lines)), num_steps)
                 for figure in ("base", "each")
             )
-            is_expected = training_speed.is_expected(base + each * sizes, seconds)
+            is_expected = training_speed.is_expected(base + each * block.sizes, block.seconds)
             is_same &= np.logical_and.reduceat(is_expected, np.cumsum(num_steps) - num_steps)
         elif not self.is_k_set:
             is_same[:] = False
-        return list(compress(names, is_same.tolist()))
+        return list(compress(block.names, is_same.tolist()))
 
 
 _VITALS = operator.attrgetter("vitals")

@@ -20,10 +20,9 @@ median client with the same micro-batch; the cut is counted and reported. A lyin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +75,13 @@ class TransferCosts:
         seconds += self.update_bytes / up if up else 0.0
         return min(seconds, MAX_TRANSFER_SECONDS)
 
+    def transfer_seconds_of(self, known: EstimateColumns) -> Floats:
+        """Return the seconds of each client's download and upload; see ``transfer_seconds``."""
+        down, up = (np.where(rate > 0, rate, np.inf) for rate in (known.download, known.upload))
+        with np.errstate(over="ignore"):
+            seconds: Floats = self.image_bytes / down + self.update_bytes / up
+        return np.minimum(seconds, MAX_TRANSFER_SECONDS)
+
 
 class SizeBound(Enum):
     """The limit that a micro-batch's size is at."""
@@ -92,10 +98,7 @@ SIZE_BOUNDS = tuple(SizeBound)
 
 
 class Assignment(NamedTuple):
-    """What the planner assigns to a client, and what bound it.
-
-    Clients with the same plan share one assignment, whose ``estimate`` is that of the first.
-    """
+    """What the planner assigns to a client, and what bound it: a row of ``Assigned``."""
 
     estimate: DeviceEstimate
     quota: int
@@ -112,44 +115,113 @@ class Assignment(NamedTuple):
     """The part of the round by which the client's turn is before the end."""
     transfers: float = 0.0
     """The part of the round that its download and upload take; 1 or more: all of it."""
-    free_seconds: float = 0.0
-    """Seconds until T, less its transfers and its turn."""
 
     @property
     def micro_batch_size(self) -> int:
         """The size in use: K = 1 where the quota fits in one micro-batch."""
         return min(self.max_micro_batch_size, self.quota)
 
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Assigned(Mapping[str, Assignment]):
+    """What is assigned to the clients of a round, in columns of n; by name, a client's row."""
+
+    rows: Mapping[str, int]
+    """The clients' rows, by name and in order."""
+    estimates: Sequence[DeviceEstimate]
+    known: EstimateColumns
+    exceptions: Mapping[str, str]
+    """Why a client is invited for one example although it is too slow, by name."""
+    accumulation_steps: int | None
+    """K, where the operator has set it; the speeds then bound nothing."""
+    quota: Ints
+    max_micro_batch_size: Ints
+    size_bound: Ints
+    """Indices of SIZE_BOUNDS."""
+    speed_cut: Floats
+    ahead: Floats
+    transfers: Floats
+    free_seconds: Floats
+    """Seconds until T, less the client's transfers and its turn."""
+
     @property
-    def time_share(self) -> float | None:
-        """The share of the client's time that the quota counts on; None where K is set."""
-        return None if self.accumulation_steps is not None else self.estimate.time_share
+    def micro_batch_size(self) -> Ints:
+        """The sizes in use: K = 1 where the quota fits in one micro-batch."""
+        return np.minimum(self.max_micro_batch_size, self.quota)
 
-    def predicted_seconds(self, micro_batch_size: int) -> float | None:
-        """Return how long the client trains on its quota; None where its speed is unknown."""
-        line = self.estimate.line
-        if line is None:
-            return None
-        num_micro_batches = -(-self.quota // micro_batch_size)
-        return (num_micro_batches * line.base + self.quota * line.each) * self.speed_cut
+    @property
+    def time_share(self) -> Floats:
+        """The share of each client's time that the quota counts on; NaN where K is set."""
+        if self.accumulation_steps is not None:
+            return np.full(len(self), np.nan)
+        return np.maximum(self.known.share, MIN_TIME_SHARE)
 
-    def finish_seconds(self, micro_batch_size: int) -> float | None:
-        """Return when the client should have trained on its quota, and may stop.
+    def predicted_seconds(self, sizes: Ints) -> Floats:
+        """Return how long each trains on its quota, in such micro-batches; NaN of unknown speed."""
+        num_micro_batches = -(-self.quota // sizes)
+        known = self.known
+        seconds: Floats = (num_micro_batches * known.base + self.quota * known.each) * (
+            self.speed_cut
+        )
+        return seconds
+
+    def finish_seconds(self, sizes: Ints) -> Floats:
+        """Return when each client should have trained on its quota, and may stop.
 
         It is computed from the figures that the quota was planned with, in the share of its time
         that the client gives. At that speed the client ends with exactly its quota, and the
         cohort's sum is the target. A client without more examples than its quota may take until T.
-        None where K is set, where the speed is unknown, where the client is expected to be late,
+        NaN where K is set, where the speed is unknown, where the client is expected to be late,
         and where the time is too short to measure a speed in.
         """
-        seconds = self.predicted_seconds(micro_batch_size)
-        if self.accumulation_steps is not None or seconds is None or self.exception is not None:
-            return None
-        most = min(self.estimate.num_examples, MAX_STEPS * self.max_micro_batch_size)
-        if self.quota == most:
-            seconds = max(seconds, self.estimate.time_share * self.free_seconds)
-        is_measurable = MIN_FINISH_SECONDS <= seconds <= MAX_FINISH_SECONDS
-        return seconds if is_measurable else None
+        if self.accumulation_steps is not None:
+            return np.full(len(self), np.nan)
+        seconds = self.predicted_seconds(sizes)
+        most = np.minimum(self.known.num_examples, MAX_STEPS * self.max_micro_batch_size)
+        until_end = np.maximum(seconds, self.time_share * self.free_seconds)
+        seconds = np.where(self.quota == most, until_end, seconds)
+        is_measurable = (seconds >= MIN_FINISH_SECONDS) & (seconds <= MAX_FINISH_SECONDS)
+        is_measurable[[self.rows[name] for name in self.exceptions]] = False
+        return np.where(is_measurable, seconds, np.nan)
+
+    def some(self, names: Sequence[str]) -> Assigned:
+        """Return what is assigned to these clients."""
+        at = np.array([self.rows[name] for name in names], dtype=np.int64)
+        columns = {name: getattr(self, name)[at] for name in _ASSIGNED}
+        return replace(
+            self,
+            rows={name: row for row, name in enumerate(names)},
+            estimates=[self.estimates[row] for row in at.tolist()],
+            known=self.known.some(at),
+            exceptions={name: self.exceptions[name] for name in names if name in self.exceptions},
+            **columns,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> Assignment:
+        at = self.rows[name]
+        return Assignment(
+            estimate=self.estimates[at],
+            quota=int(self.quota[at]),
+            max_micro_batch_size=int(self.max_micro_batch_size[at]),
+            size_bound=SIZE_BOUNDS[self.size_bound[at]],
+            exception=self.exceptions.get(name),
+            accumulation_steps=self.accumulation_steps,
+            speed_cut=float(self.speed_cut[at]),
+            ahead=float(self.ahead[at]),
+            transfers=float(self.transfers[at]),
+        )
+
+
+_ASSIGNED = (
+    *("quota", "max_micro_batch_size", "size_bound"),
+    *("speed_cut", "ahead", "transfers", "free_seconds"),
+)
 
 
 NO_COSTS = TransferCosts()
@@ -165,59 +237,56 @@ def assign(
     deadline_seconds: float | None = None,
     costs: TransferCosts = NO_COSTS,
     demand: Demand | None = None,
-) -> dict[str, Assignment]:
+    known: EstimateColumns | None = None,
+) -> Assigned:
     """Assign a quota of at least one example and a micro-batch size to every client, by name.
 
-    ``exceptions`` says why a client is invited for one example although it is too slow.
+    ``exceptions`` says why a client is invited for one example although it is too slow. ``known``
+    are the estimates' columns, where they are at hand.
 
     With ``accumulation_steps`` set, each gets K micro-batches of the same size, or all examples
     that it owns if these are fewer. Otherwise quotas are by equal finish, and their sum is
     ``target`` examples if the clients' bounds and the deadline allow it; no client gets more than
-    it owns, or more than ``demand`` allows. Clients for which
-    everything that enters a plan is the same share one assignment.
+    it owns, or more than ``demand`` allows.
     """
-    if not names:
-        return {}
+    if known is None:
+        known = EstimateColumns.of(estimates)
+    rows = {name: row for row, name in enumerate(names)}
+    exceptions = {name: exceptions[name] for name in names if name in exceptions}
     steps = chosen.accumulation_steps
-    known = EstimateColumns.of(estimates)
-    reasons = list(map(exceptions.get, names))
     sizes, bounds = micro_batch_sizes(known, chosen, demand)
-    limits = np.where(bounds == SIZE_BOUNDS.index(SizeBound.MEMORY), known.memory_limit, 0.0)
-    inputs = [known.num_examples, known.deadline_share, limits, bounds, known.base, known.each]
-    if steps is not None:
+    if steps is not None or not names:
         nothing = np.zeros(len(names))
-        quotas = _set_quotas(steps * sizes, known, demand)
-        times: list[Floats] = [nothing + 1.0, nothing, nothing, nothing]
+        quotas = _set_quotas((steps or 1) * sizes, known, demand)
+        speed_cuts, ahead, transfers, free = nothing + 1.0, nothing, nothing, nothing
     else:
-        is_exception = np.array([reason is not None for reason in reasons])
-        transfers = np.array([costs.transfer_seconds(one.vitals) for one in estimates])
+        is_exception = np.zeros(len(names), dtype=np.bool_)
+        is_exception[[rows[name] for name in exceptions]] = True
         cohort, speed_cuts = _cohort_columns(
-            *(known, sizes, is_exception, transfers),
+            *(known, sizes, is_exception, costs.transfer_seconds_of(known)),
             deadline_seconds,
             costs.turn_seconds,
             most=_most(known, sizes, demand),
         )
-        quotas, *parts = _equal_quotas(
+        quotas, ahead, transfers, free = _equal_quotas(
             *(cohort, target, deadline_seconds),
             least_share=chosen.least_share,
             round_seconds=costs.round_seconds,
         )
-        times = [speed_cuts, *parts]
-        inputs += [known.share, known.is_on_battery]
-    kinds = zip(_row_bytes([quotas, sizes, *times, *inputs]), reasons, strict=True)
-    rows = zip(
-        *(estimates, quotas.tolist(), sizes.tolist(), [SIZE_BOUNDS[at] for at in bounds.tolist()]),
-        *(reasons, repeat(steps, len(names)), *(column.tolist() for column in times)),
-        strict=True,
+    return Assigned(
+        rows=rows,
+        estimates=estimates,
+        known=known,
+        exceptions=exceptions,
+        accumulation_steps=steps,
+        quota=quotas,
+        max_micro_batch_size=sizes,
+        size_bound=bounds,
+        speed_cut=speed_cuts,
+        ahead=ahead,
+        transfers=transfers,
+        free_seconds=free,
     )
-    shared: dict[tuple[bytes, str | None], Assignment] = {}
-    assigned: dict[str, Assignment] = {}
-    for name, kind, row in zip(names, kinds, rows, strict=True):
-        one = shared.get(kind)
-        if one is None:
-            one = shared[kind] = Assignment._make(row)
-        assigned[name] = one
-    return assigned
 
 
 def _set_quotas(each: Ints, known: EstimateColumns, demand: Demand | None) -> Ints:
@@ -235,13 +304,6 @@ def _most(known: EstimateColumns, sizes: Ints, demand: Demand | None) -> Ints:
     return np.minimum(
         demand.most(known.num_examples), MAX_STEPS * demand.step_examples // per_step
     ).astype(np.int64)
-
-
-def _row_bytes(columns: Sequence[Ints | Floats]) -> list[bytes]:
-    """Return the bytes of each row: a dict compares them faster than tuples of numbers."""
-    table = np.stack(columns, axis=1, dtype=np.float64)
-    rows: list[bytes] = table.view(f"S{table.shape[1] * table.itemsize}").ravel().tolist()
-    return rows
 
 
 def _equal_quotas(

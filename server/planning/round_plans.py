@@ -1,7 +1,7 @@
 """A round's plans: which clients are invited or left out, and what each invited client does.
 
 The decisions are pure functions in other modules: ``cohort`` selects the clients, ``planner``
-assigns their work, ``plan_messages`` writes it down. ``RoundPlanner`` holds a run's state from
+assigns their work, ``plan_table`` holds it. ``RoundPlanner`` holds a run's state from
 round to round: the known clients, those that are excluded, and the target batch.
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
 
 from headwater.common.errors import TooFewClients, TooFewPermitted
-from headwater.common.messages import DescribeRequest, DeviceReport, Plan
+from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted, natural
@@ -37,8 +40,8 @@ from headwater.server.planning.exclusions import (
 )
 from headwater.server.planning.features import PlanningMoments
 from headwater.server.planning.known_clients import KnownClients
-from headwater.server.planning.plan_messages import held_out_fraction, plans_of
-from headwater.server.planning.planner import Assignment, TransferCosts, assign
+from headwater.server.planning.plan_table import PlanTable, held_out_fraction, plans_of
+from headwater.server.planning.planner import Assigned, TransferCosts, assign
 from headwater.server.planning.target_batch import Target
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ MAX_NAMES = 3  # clients that a log line names
 class RoundPlans:
     """A round's plans, and the clients without one."""
 
-    plans: dict[str, Plan]
+    plans: PlanTable
     owned: dict[str, int]
     """The number of examples that each invited client owns."""
     left_out: dict[str, str]
@@ -68,14 +71,6 @@ class RoundPlans:
     """The names of the metrics that most of the invited clients have; for masked rounds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decisions:
-    """The pure functions that a simulator may replace by the same functions with a cache."""
-
-    order: PopulationOrder = population_order
-    assign: Callable[..., dict[str, Assignment]] = assign
-
-
 @dataclass(slots=True)
 class RoundPlanner:
     """What a run knows of its clients, and the plans that follow from it."""
@@ -83,7 +78,8 @@ class RoundPlanner:
     settings: Settings
     target: Target
     layout: ModelLayout
-    decisions: Decisions = field(default_factory=Decisions)
+    order: PopulationOrder = population_order
+    """A simulator replaces it by the same function with a cache."""
     frozen: str | None = None
     """The digest of the model's frozen part; None if it has none."""
     known: KnownClients = field(init=False)
@@ -208,13 +204,13 @@ class RoundPlanner:
         estimates = [self.known.estimates[name] for name in names]
         owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
         assigned = self._assign(estimates, exceptions, owned, costs, num_updates, round_number)
-        assigned = assigned if not busy else {name: assigned[name] for name in selection.names}
+        assigned = assigned if not busy else assigned.some(selection.names)
         weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
-        bounded = {name for name, one in assigned.items() if one.speed_cut > 1}
+        bounded = set(compress(assigned, (assigned.speed_cut > 1).tolist()))
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
         for feature in self.features:
             assigned, weights = feature.limit(assigned, weights, round_number=round_number)
-        below = self._below_share(assigned, exceptions)
+        below = self._below_share(assigned)
         self._log_below(round_number, below, assigned)
         self._log(round_number, selection, bounded)
         self.known.note_selection(selection, waiting_since, round_number)
@@ -257,14 +253,14 @@ class RoundPlanner:
         costs: TransferCosts,
         num_updates: int | None,
         round_number: int,
-    ) -> Mapping[str, Assignment]:
+    ) -> Assigned:
         """Divide the round's target among the clients of ``owned``."""
         number = len(owned)
         target = self.target.open(num_invited=number, owned=owned.values())
         if num_updates is not None and self.target.demand is None:
             target = -(-target * number // min(num_updates, number))
         self._log_target(round_number, target, owned)
-        return self.decisions.assign(
+        return assign(
             list(owned),
             estimates,
             exceptions,
@@ -273,6 +269,7 @@ class RoundPlanner:
             deadline_seconds=self.settings.cohort.deadline_seconds,
             costs=costs,
             demand=self.target.demand,
+            known=self.known.columns(estimates),
         )
 
     def _select(
@@ -318,7 +315,7 @@ class RoundPlanner:
             waiting_since=waiting_since,
             within_rounds=cohort.invite_within_rounds,
             min_clients=min_clients,
-            order=self.decisions.order,
+            order=self.order,
             turns=due,
         )
 
@@ -382,9 +379,7 @@ class RoundPlanner:
         found = (feature.metrics(known) for feature in self.features)
         return next((metrics for metrics in found if metrics), ())
 
-    def _below_share(
-        self, assigned: Mapping[str, Assignment], exceptions: Mapping[str, str]
-    ) -> tuple[str, ...]:
+    def _below_share(self, assigned: Assigned) -> tuple[str, ...]:
         """Return the clients with less than ``plan.least_share`` of an even share of the round.
 
         Not those that own no more examples, and none where K or the local epochs are set.
@@ -392,32 +387,27 @@ class RoundPlanner:
         demand = self.target.demand
         if self._is_k_set or (demand is not None and demand.has_set_shares) or not assigned:
             return ()
-        least = self.settings.plan.least_share
-        even = sum(one.quota for one in assigned.values()) / len(assigned)
-        return tuple(
-            name
-            for name, one in assigned.items()
-            if one.quota < min(math.floor(least * even), one.estimate.num_examples)
-            and name not in exceptions
-        )
+        least, quotas = self.settings.plan.least_share, assigned.quota
+        even = math.floor(least * (int(quotas.sum()) / len(assigned)))
+        is_below = quotas < np.minimum(even, assigned.known.num_examples)
+        below = compress(assigned, is_below.tolist())
+        return tuple(name for name in below if name not in assigned.exceptions)
 
     def to_measure(self, planned: RoundPlans, *, round_number: int) -> dict[str, DescribeRequest]:
         """Return the requests to clients that are to measure their speed again."""
         if self._is_k_set or not planned.plans:
             return {}
-        quotas = {name: plan.quota for name, plan in planned.plans.items()}
+        quotas = dict(zip(planned.plans, planned.plans.quota.tolist(), strict=True))
         slow = [name for feature in self.features for name in feature.to_measure(quotas)]
         due = self.known.to_measure(slow, round_number=round_number)
         return dict.fromkeys(due, self.describe_request())
 
-    def _log_below(
-        self, round_number: int, below: Sequence[str], assigned: Mapping[str, Assignment]
-    ) -> None:
+    def _log_below(self, round_number: int, below: Sequence[str], assigned: Assigned) -> None:
         """Log, once in a run, which clients have hardly a share of the sums, and what to set."""
         if not below or self._has_logged_below:
             return
         self._has_logged_below = True
-        total = sum(one.quota for one in assigned.values())
+        total = int(assigned.quota.sum())
         parts = [
             f"{name} {assigned[name].quota / total:.1%}"
             for name in sorted(below, key=natural)[:MAX_NAMES]

@@ -13,9 +13,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from headwater.common.errors import CheckpointCorrupt
 from headwater.common.settings import schema as settings
-from headwater.server.planning.demand import Demand
+from headwater.server.planning.demand import Demand, Ints
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
 
 TargetBy = Literal["examples", "tokens", "noise scale"]
@@ -74,15 +76,16 @@ def following(
     return min(max(round(near), 1), most)
 
 
-def evened(quota: int, micro_batch_size: int) -> int:
-    """Return the micro-batch size that divides a quota evenly, into at least two micro-batches.
+def evened(quota: Ints, micro_batch_size: Ints) -> Ints:
+    """Return the sizes that divide each quota evenly, into at least two micro-batches.
 
     The number of micro-batches stays, or becomes two. The first one and all of them together are
     then batches of sufficiently different sizes: an estimate of S from 16 and 17 examples would
     have 11 to 17 times the variance of one from 8 and 16.
     """
-    num_micro_batches = max(math.ceil(quota / micro_batch_size), 2)
-    return max(math.ceil(quota / num_micro_batches), 1)
+    num_micro_batches = np.maximum(-(-quota // micro_batch_size), 2)
+    sizes: Ints = np.maximum(-(-quota // num_micro_batches), 1)
+    return sizes
 
 
 class Target:
@@ -125,8 +128,8 @@ class Target:
         self._num_invited = num_invited
         return self.num_examples if self.demand is None else self.demand.target(owned)
 
-    def micro_batch_size(self, quota: int, planned: int) -> int:
-        """Return the micro-batch size for a quota: as planned, or one that shows the noise."""
+    def micro_batch_size(self, quota: Ints, planned: Ints) -> Ints:
+        """Return each quota's micro-batch size: as planned, or one that shows the noise."""
         return evened(quota, planned) if self.by == "noise scale" else planned
 
     def ratio(self, totals: BatchTotals) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from headwater.common.errors import (
@@ -24,6 +25,7 @@ from headwater.common.errors import (
 from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.sums.encoded_vector import Vector, whole
+from headwater.common.terms import Terms
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
@@ -38,6 +40,7 @@ from headwater.server.fleet import (
     UpdateRules,
 )
 from headwater.server.planning.cohort import dataset_weights
+from headwater.server.planning.plan_table import PlanTable
 from headwater.server.rounds.admission import admitted
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ class OpenRound:
         self.metrics = metrics
         self.extra = extra
         self.plans = plans
+        self._table: tuple[Mapping[str, Plan], PlanTable] | None = None
         self.num_left_out = num_left_out
         self.accepted: dict[str, ReportFields] = {}
         self.ready: dict[str, ReadyReport] = {}
@@ -120,6 +124,13 @@ class OpenRound:
     def times(self, plan: Plan, num_windows: int = 1) -> int:
         """Return how many times an update of so many windows of this plan counts."""
         return 1 if self._times_of is None else self._times_of(plan, num_windows)
+
+    @property
+    def table(self) -> PlanTable:
+        """The plans in columns."""
+        if self._table is None or self._table[0] is not self.plans:
+            self._table = self.plans, PlanTable.of(self.plans)
+        return self._table[1]
 
     @property
     def most_weights(self) -> dict[str, int]:
@@ -401,24 +412,27 @@ class OpenRound:
             UnexpectedUpdate: see ``_check_awaited``; or a client is in the batch twice.
             CountOutOfRange: see ``_check_counts``.
         """
-        names, different = columns.names, set(columns.names)
+        names, different, plans = columns.names, set(columns.names), self.table
         if not (self.plans.keys() >= different and self.accepted.keys().isdisjoint(different)):
             for name in names:
                 self._check_awaited(name, columns.round, self.accepted)
         if len(different) < len(names):
             raise UnexpectedUpdate(f"a client is twice in a batch of {len(names)} updates")
-        plans = list(map(self.plans.__getitem__, names))
-        # Many clients share a plan and its figures: each combination is checked once.
-        figures = zip(
-            map(id, plans),
-            columns.num_examples,
-            columns.sent_weight,
-            columns.num_steps,
-            strict=True,
+        at = plans.at(names)
+        most, weights = plans.max_examples[at], plans.weigh_as[at]
+        is_planned = np.array(plans.of_each(_has_planned_weight))[at]
+        num_examples, sent = np.array(columns.num_examples), np.array(columns.sent_weight)
+        planned = np.where(weights > 0, weights, plans.quota[at] * self._max_weight)
+        is_set = is_planned | (weights > 0)
+        is_right = (plans.round[at] == columns.round) & (num_examples > 0) & (num_examples <= most)
+        is_right &= np.where(
+            is_set, sent == planned, (sent >= 0) & (sent <= num_examples * self._max_weight)
         )
-        for (_, *counts), at in {figure: at for at, figure in enumerate(figures)}.items():
-            self._check_awaited(names[at], columns.round, self.accepted)
-            self._check_counts(names[at], plans[at], *counts)
+        is_right &= np.array(columns.num_steps) <= most + 1
+        for row in np.flatnonzero(~is_right).tolist():  # this one says what is wrong with it
+            plan = self._check_awaited(names[row], columns.round, self.accepted)
+            counts = columns.num_examples[row], columns.sent_weight[row], columns.num_steps[row]
+            self._check_counts(names[row], plan, *counts)
 
     def _check_counts(
         self,
@@ -459,3 +473,7 @@ class OpenRound:
         if num_steps > num_windows * (plan.max_examples + 1):
             return f"{num_steps} steps for {counted(most, 'example')}"
         return None
+
+
+def _has_planned_weight(terms: Mapping[str, Terms]) -> bool:
+    return any(one.has_planned_weight for one in terms.values())

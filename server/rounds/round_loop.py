@@ -25,6 +25,7 @@ from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import breaches, owners_reasons
+from headwater.server.planning.known_clients import ToldBlock
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.checkpoint import keep_frozen
@@ -307,7 +308,9 @@ def finish_round(
         accepted=opened.accepted,
         ready=opened.ready,
         refused=opened.refused,
-        batches=opened.batches,
+        blocks=[
+            ToldBlock(one.columns.names, one.columns.vitals, *one.timing) for one in opened.batches
+        ],
     )
     training.left_out_log.note_empty(opened)
     training.planner.exclude(

@@ -17,6 +17,7 @@ import numpy as np
 
 from headwater.common.messages import Plan, ReadyReport, ReportFields
 from headwater.common.stats.gradient_noise import estimates_after_steps
+from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.target_batch import TargetBy
 
 
@@ -254,7 +255,7 @@ class ClientRows(Sequence[ClientRow]):
 
     def figures(self) -> dict[str, Sequence[Any]]:
         """Return each figure of all clients but those of their steps."""
-        reports, plans = self.reports, self.plans
+        reports, plans = self.reports, PlanTable.of(self.plans)
         return {
             "name": [one.name for one in reports],
             "accumulation_steps": [one.num_steps for one in reports],
@@ -266,7 +267,7 @@ class ClientRows(Sequence[ClientRow]):
             "loss": [one.loss_sum / one.weight for one in reports],
             "peak_bytes": [one.peak_bytes for one in reports],
             "reason": [one.reason for one in reports],
-            "plan": [plans[one.name].reason for one in reports],
+            "plan": [plans.reason(one.name) for one in reports],
             "num_joined": [one.num_joined for one in reports],
             "num_left": [one.num_left for one in reports],
         }

@@ -19,7 +19,7 @@ from headwater.common.settings.sources import load
 from headwater.common.wording import counted
 from headwater.server.fleet import Fleet
 from headwater.server.planning import device_estimates, exclusions
-from headwater.server.planning.plan_messages import held_out_fraction
+from headwater.server.planning.plan_table import held_out_fraction
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.features import FEATURES, check_resumed
 from headwater.server.rounds.model_files import save_adapter, save_model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -34,9 +34,11 @@ from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import ReportColumns, RoundSum, plain_sum
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from headwater.server.fleet import BranchOrder, Fleet, UpdateRules
+from headwater.server.planning.cohort import PopulationOrder, population_order
 from headwater.server.planning.features import demand_in, planning_features
 from headwater.server.planning.noise_scale import RoundNoise, round_noise, total
-from headwater.server.planning.round_plans import Decisions, RoundPlanner, RoundPlans
+from headwater.server.planning.plan_table import PlanTable
+from headwater.server.planning.round_plans import RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_NAMES = 5  # devices that a line of the log names
-
-DEFAULT_DECISIONS = Decisions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +68,11 @@ class Training:
     """The state of one run."""
 
     def __init__(
-        self, settings: Settings, *, run_id: int, decisions: Decisions = DEFAULT_DECISIONS
+        self, settings: Settings, *, run_id: int, order: PopulationOrder = population_order
     ) -> None:
         """Build the model with its initial parameters.
+
+        ``order`` is ``population_order``, or the same function with a cache.
 
         Raises:
             SettingsError, TaskError, ModelMismatch: see ``headwater.common.errors``.
@@ -114,7 +116,7 @@ class Training:
             settings,
             self.target,
             self.image.layout,
-            decisions,
+            order,
             features=[*planning],
             frozen=self.image.frozen_digest or None,
         )
@@ -194,13 +196,9 @@ class Training:
             held = opening.held
             feature.open(opening)
             self._check_holder(opening, before=held)
-        plans = opening.plans
-        self._check_same(plans.values())
-        planned_weight = sum(
-            (1 if times_of is None else times_of(plan, 1))
-            * (plan.weigh_as or max_weight * plan.max_examples)
-            for plan in plans.values()
-        )
+        plans = PlanTable.of(opening.plans)
+        self._check_same(plans)
+        planned_weight = sum(plans.weights(max_weight, times_of))
         number = len(plans) if num_updates is None else num_updates
         self.sum.open(
             num_clients=number,
@@ -218,7 +216,7 @@ class Training:
             held=opening.held,
             releases_reports=opening.releases_reports and self._asks_model(plans),
             times_of=times_of,
-            extra=self._extra_sums(plans.values()),
+            extra=self._extra_sums(plans),
         )
 
     def _asks_model(self, plans: Mapping[str, Plan]) -> bool:
@@ -235,7 +233,7 @@ class Training:
     def _has_own(self) -> bool:
         return self.settings.feature.name is not None
 
-    def _check_same(self, plans: Iterable[Plan]) -> None:
+    def _check_same(self, plans: PlanTable) -> None:
         """Check that the user's feature asks all members of a secure session for the same.
 
         Raises:
@@ -249,7 +247,7 @@ class Training:
                 plan.model_version,
                 *(id(one) for name, one in plan.terms.items() if name not in KINDS),
             )
-            for plan in plans
+            for plan in plans.values()
         }
         if len(own) > len({version for version, *_ in own}):
             raise SettingsError(
@@ -283,13 +281,13 @@ class Training:
                 "of privacy",
             )
 
-    def _extra_sums(self, plans: Iterable[Plan]) -> ExtraSums | None:
+    def _extra_sums(self, plans: PlanTable) -> ExtraSums | None:
         """Return what adds up the sums beside the model's; None if no plan asks for one."""
-        if not (asking := [plan for plan in plans if plan.terms]):
+        if not any(plans.terms):
             return None
         from headwater.server.aggregation.extra_sums import ExtraSums  # few rounds have some
 
-        return ExtraSums.of(asking, self.image.layout.num_parameters)
+        return ExtraSums.of(plans.of_each_kind(), self.image.layout.num_parameters)
 
     def branch_order(self, plans: Mapping[str, Plan]) -> BranchOrder:
         """Return what an aggregator needs for its devices' part of the open round."""
@@ -443,7 +441,8 @@ class Training:
                 f"round {self.round + 1}: the step led to parameters that are not finite"
             )
         self.round += 1
-        self.counted |= {name: opened.plans[name].round for name in done.names}
+        rounds = opened.table.round[opened.table.at(done.names)]
+        self.counted |= zip(done.names, rounds.tolist(), strict=True)
         for feature in self.features.values():
             feature.committed(done)
         target = self.target.num_examples if self.target.by else None

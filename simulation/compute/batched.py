@@ -328,8 +328,7 @@ class BatchedCompute:
 
     def _factors(self, block: RoundColumns, rows: Rows, precision: str) -> Floats | None:
         """Return the factor of each example's gradient if the plans set the devices' weights."""
-        weigh_as = [one.plan.weigh_as for one in block.clients]
-        if weigh_as[0] is None:
+        if not block.weigh_as[0]:
             return None
         counts = block.num_examples
         weights = np.concatenate(
@@ -339,5 +338,5 @@ class BatchedCompute:
             ]
         )
         summed = np.add.reduceat(weights, np.cumsum(counts) - counts)
-        ratios = np.array(weigh_as, dtype=np.float64) / np.maximum(summed, 1.0)
+        ratios = block.weigh_as / np.maximum(summed, 1.0)
         return np.repeat(ratios, counts)

@@ -10,8 +10,7 @@ as fast.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, cast
@@ -29,15 +28,15 @@ from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
+from headwater.common.terms import Terms
 from headwater.server.fleet import Dropout
-from headwater.simulation.compute.plan_columns import PlanColumns
-from headwater.simulation.fleet.devices import ClientPlan, Devices
-from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns
+from headwater.server.planning.plan_table import PlanTable
+from headwater.simulation.fleet.devices import ClientPlan, Devices, plans_of
+from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns, starts_of
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
 # Tolerance in examples or seconds; closer calls are simulated step by step.
 TOLERANCE = 1e-3
-QUOTA, SIZE = operator.attrgetter("quota"), operator.attrgetter("micro_batch_size")
 
 
 class NotPredictable(Exception):
@@ -56,7 +55,7 @@ class Prediction:
 def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction:
     """Predict each device's round, and store its position after it as pending."""
     parts, simulated, alone, dropouts = [], [], [], []
-    plans = PlanColumns.of([one.plan for one in clients])
+    plans = plans_of(clients)
     numbers = _ints(one.part for one in clients)
     is_steady = _is_steady(devices, numbers, plans)
     others = list(compress(clients, (~is_steady).tolist()))
@@ -64,11 +63,8 @@ def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction
         steady = clients
         if others:
             at = np.flatnonzero(is_steady)
-            steady, numbers, plans = (
-                [clients[row] for row in at.tolist()],
-                numbers[at],
-                plans.some(at),
-            )
+            steady, numbers = [clients[row] for row in at.tolist()], numbers[at]
+            plans = plans.some([one.name for one in steady])
         columns = _predict_steady(devices, steady, numbers, plans)
         is_plain = _ends_as_planned(columns, plans)
         if not is_plain.all():
@@ -104,23 +100,23 @@ def foreseen_alone(
     nobody = RoundColumns.joined([])
     if devices.changes_updates or not clients:
         return nobody
-    version, checkpointed = clients[0].plan.model_version, devices.trainer.checkpointed
-    plans = {id(one.plan): one.plan for one in clients}  # many devices share one
-    is_plain = {key: _is_plain(plan) for key, plan in plans.items()}
+    plans, checkpointed = plans_of(clients), devices.trainer.checkpointed
+    first = clients[0].plan
+    if first.max_tokens is not None or first.precision == "auto":  # the same in all plans
+        return nobody
+    is_plain = np.array(plans.of_each(_is_foreseen)) & (plans.model_version == first.model_version)
     some = [
         one
-        for one in clients
-        if is_plain[id(one.plan)]
-        and one.plan.model_version == version
-        and one.name not in checkpointed
-        and not devices.falsifications(one.part, round_number=one.plan.round)
+        for one, round_number in compress(zip(clients, plans.round.tolist(), strict=True), is_plain)
+        if one.name not in checkpointed
+        and not devices.falsifications(one.part, round_number=round_number)
     ]
     if not some:
         return nobody
     columns = predict_round(devices, some).columns
     if len(columns) == 0:
         return nobody
-    limits = _floats(one.plan.deadline_seconds for one in columns.clients) / 2
+    limits = plans.deadline_seconds[plans.at(one.name for one in columns.clients)] / 2
     if timeout_seconds is not None:
         limits = np.fmin(limits, timeout_seconds)
     is_early = ~(columns.seconds > limits)  # True without a limit, which is NaN
@@ -132,13 +128,9 @@ def foreseen_alone(
     return columns.some(rows)
 
 
-def _is_plain(plan: Plan) -> bool:
-    """Whether a plan asks for the sum of a window's gradients in float32, and nothing else."""
-    return (
-        plan.max_tokens is None
-        and plan.precision != "auto"
-        and all(one.is_foreseen for one in plan.terms.values())
-    )
+def _is_foreseen(terms: Mapping[str, Terms]) -> bool:
+    """Whether terms ask for the sum of a window's gradients in float32, and nothing else."""
+    return all(one.is_foreseen for one in terms.values())
 
 
 def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:
@@ -157,30 +149,30 @@ def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Wind
 # All at once.
 
 
-def _is_steady(devices: Devices, parts: Ints, plans: PlanColumns) -> NDArray[np.bool_]:
+def _is_steady(devices: Devices, parts: Ints, plans: PlanTable) -> NDArray[np.bool_]:
     """Return which devices have a constant speed, memory for the micro-batches, and the quota."""
     nobody = np.zeros(len(parts), dtype=np.bool_)
     if devices.has_slow_links or not len(parts):
         return nobody
-    hardware, first = devices.hardware_columns, plans.plans[0]
+    hardware, first = devices.hardware_columns, plans.first
     try:
         hardware.load(parts, held_bytes=_held_bytes(devices, first))
         owned = devices.num_training_examples(parts, first)
     except HeadwaterError:  # found again for the device whose examples cannot be opened
         return nobody
     is_steady: NDArray[np.bool_] = hardware.is_steady[parts]
-    is_steady &= hardware.fitting[parts] >= plans.ints(SIZE)
+    is_steady &= hardware.fitting[parts] >= plans.micro_batch_size
     if not first.repeats_examples:  # see ``Plan.quota_of``; the planner plans for no more
-        is_steady &= plans.ints(QUOTA) <= owned
+        is_steady &= plans.quota <= owned
     return is_steady & (_num_steps(plans) <= MAX_STEPS)
 
 
 def _predict_steady(
-    devices: Devices, clients: Sequence[ClientPlan], parts: Ints, plans: PlanColumns
+    devices: Devices, clients: Sequence[ClientPlan], parts: Ints, plans: PlanTable
 ) -> RoundColumns:
     """Predict windows that end with their quota, as ``_simulate`` does for one."""
-    hardware, first = devices.hardware_columns, plans.plans[0]
-    counted = plans.ints(lambda plan: plan.counted_round or NO_ROUND)
+    hardware, first = devices.hardware_columns, plans.first
+    counted = np.where(plans.counted_round > 0, plans.counted_round, NO_ROUND)
     owned = devices.num_training_examples(parts, first)
     places = devices.positions.settle(parts, counted).of_existing(owned)
     num_steps = _num_steps(plans)
@@ -191,10 +183,11 @@ def _predict_steady(
     return RoundColumns(
         clients=clients,
         parts=parts,
-        num_examples=plans.ints(QUOTA),
+        num_examples=plans.quota,
         num_owned=owned,
         places=places,
-        micro_batch_size=plans.ints(SIZE),
+        micro_batch_size=plans.micro_batch_size,
+        weigh_as=plans.weigh_as,
         seconds=seconds,
         reasons=["quota"] * len(clients),
         vitals=hardware.vitals(parts, round_number=first.round),
@@ -219,39 +212,39 @@ def _held_bytes(devices: Devices, plan: Plan) -> int:
     return held_bytes(local.how or LocalTerms(), num_parameters=number)
 
 
-def _num_steps(plans: PlanColumns) -> Ints:
+def _num_steps(plans: PlanTable) -> Ints:
     """Return the number of micro-batches of each plan."""
-    if not plans.plans[0].repeats_examples:
-        return -(-plans.ints(QUOTA) // plans.ints(SIZE))
-    return plans.ints(lambda plan: int(_micro_batches_of_steps(plan).sum()))
+    if not plans.first.repeats_examples:
+        return plans.accumulation_steps
+    sizes, counts = _local_step_sizes(plans)
+    cuts = -(-sizes // np.repeat(plans.micro_batch_size, counts))
+    num_steps: Ints = np.add.reduceat(cuts, starts_of(counts))
+    return num_steps
 
 
-def _local_step_sizes(plan: Plan) -> Ints:
-    """Return the examples of each local step that has some (``LocalPlan.bounds``)."""
+def _local_step_sizes(plans: PlanTable) -> tuple[Ints, Ints]:
+    """Return the examples of all local steps that have some, and each plan's number of these.
+
+    See ``LocalPlan.bounds``.
+    """
     from headwater.common.local_training.terms import LocalPlan
 
-    local = plan.of(LocalPlan)
-    assert local is not None
-    steps = local.steps
-    ends = plan.quota * np.arange(steps + 1) // steps
-    sizes: Ints = np.diff(ends)
-    return sizes[sizes > 0]
+    steps = np.array([cast(LocalPlan, terms[LocalPlan.NAME]).steps for terms in plans.terms])
+    at = np.arange(steps.sum()) - np.repeat(starts_of(steps), steps)
+    quotas, each = np.repeat(plans.quota, steps), np.repeat(steps, steps)
+    sizes: Ints = quotas * (at + 1) // each - quotas * at // each
+    return sizes[sizes > 0], np.add.reduceat(sizes > 0, starts_of(steps), dtype=np.int64)
 
 
-def _micro_batches_of_steps(plan: Plan) -> Ints:
-    return -(-_local_step_sizes(plan) // plan.micro_batch_size)
-
-
-def _sizes(plans: PlanColumns, num_steps: Ints) -> tuple[Ints, Ints]:
+def _sizes(plans: PlanTable, num_steps: Ints) -> tuple[Ints, Ints]:
     """Return the size of each micro-batch, and the local step that it is part of."""
-    size = plans.ints(SIZE)
-    if plans.plans[0].repeats_examples:
-        examples = plans.each(_local_step_sizes)
-        numbers = np.concatenate([np.arange(len(of_one)) for of_one in examples])
-        cuts = np.concatenate(plans.each(_micro_batches_of_steps))
-        full = np.repeat(size, list(map(len, examples)))
-        return _cut(np.concatenate(examples), full, cuts), np.repeat(numbers, cuts)
-    sizes = _cut(plans.ints(QUOTA), size, num_steps)
+    if plans.first.repeats_examples:
+        examples, counts = _local_step_sizes(plans)
+        full = np.repeat(plans.micro_batch_size, counts)
+        cuts = -(-examples // full)
+        numbers = np.arange(len(examples)) - np.repeat(starts_of(counts), counts)
+        return _cut(examples, full, cuts), np.repeat(numbers, cuts)
+    sizes = _cut(plans.quota, plans.micro_batch_size, num_steps)
     return sizes, np.zeros_like(sizes)
 
 
@@ -286,7 +279,7 @@ def _seconds(devices: Devices, parts: Ints, sizes: Ints, num_steps: Ints) -> tup
     return step_seconds, seconds
 
 
-def _ends_as_planned(columns: RoundColumns, plans: PlanColumns) -> NDArray[np.bool_]:
+def _ends_as_planned(columns: RoundColumns, plans: PlanTable) -> NDArray[np.bool_]:
     """Return which windows surely end with their quota, by ``client.training.stop_rules``.
 
     Of an exact sum all micro-batches but the last have one size and take the same time, so if a
@@ -294,37 +287,32 @@ def _ends_as_planned(columns: RoundColumns, plans: PlanColumns) -> NDArray[np.bo
     deadline none begins later than the last. A window whose end hangs on less than the tolerance is
     not sure.
     """
-    if not any(map(_has_limit, plans.plans)):
+    limits = (plans.deadline_seconds, plans.finish_seconds, plans.share)
+    if all(np.isnan(limit).all() for limit in limits):
         return np.ones(len(columns), dtype=np.bool_)
     last = np.cumsum(columns.num_steps) - 1
     first = last - columns.num_steps + 1
     full, rest = columns.step_seconds[first], columns.step_seconds[last]
     passed = np.add.reduceat(columns.step_seconds, first)
     is_alone = columns.num_steps == 1
-    finish = plans.floats(lambda plan: plan.finish_seconds)
+    finish = plans.finish_seconds
     with np.errstate(divide="ignore", invalid="ignore"):
         # Examples until the finish: before the last micro-batch, and after it by the recent pace.
         until_finish = (finish - passed + rest) / full * columns.micro_batch_size
         recent = np.minimum(columns.num_steps, RECENT_STEPS) - 1
         recent_examples = recent * columns.micro_batch_size + columns.sizes[last]
         beyond = np.maximum(finish - passed, 0.0) / (recent * full + rest) * recent_examples
-    most = plans.ints(lambda plan: plan.max_examples)
-    has_more = np.minimum(most, columns.num_owned) > columns.num_examples
+    has_more = np.minimum(plans.max_examples, columns.num_owned) > columns.num_examples
     is_sure = is_alone | (until_finish > columns.sizes[last] - 0.5 + TOLERANCE)
     is_sure &= ~has_more | (beyond < 0.5 - TOLERANCE)
     is_sure |= np.isnan(finish)
-    deadline = plans.floats(lambda plan: plan.deadline_seconds)
+    deadline = plans.deadline_seconds
     slowest = np.maximum.reduceat(columns.step_seconds, first)
     before_deadline = columns.seconds - rest + slowest < deadline - TOLERANCE
     is_sure &= is_alone | np.isnan(deadline) | before_deadline
     share = np.array([vitals.share for vitals in columns.vitals])
-    is_planned: NDArray[np.bool_] = is_sure & ~(share < plans.floats(lambda plan: plan.share))
+    is_planned: NDArray[np.bool_] = is_sure & ~(share < plans.share)
     return is_planned
-
-
-def _has_limit(plan: Plan) -> bool:
-    limits = (plan.deadline_seconds, plan.finish_seconds, plan.share)
-    return any(limit is not None for limit in limits)
 
 
 def _floats(values: Iterable[float | None]) -> Floats:
@@ -404,6 +392,7 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
         num_owned=_ints(one.num_owned for one in simulated),
         places=PlaceColumns.of([window.place for window in windows]),
         micro_batch_size=_ints(total.micro_batch_size for total in totals),
+        weigh_as=_ints(one.client.plan.weigh_as or 0 for one in simulated),
         seconds=_floats(one.seconds for one in simulated),
         reasons=[total.reason for total in totals],
         vitals=[one.vitals for one in simulated],

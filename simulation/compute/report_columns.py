@@ -53,10 +53,8 @@ class CohortReports(ReportBatch):
     @cached_property
     def ratio(self) -> Floats | None:
         """The factors that scale each device's vector and sums; None if they are not scaled."""
-        clients = self.planned.clients
-        if clients[0].plan.weigh_as is None:
-            return None
-        return np.array([one.plan.weigh_as for one in clients], dtype=np.float64) / self.weight
+        weigh_as = self.planned.weigh_as
+        return weigh_as / self.weight if weigh_as[0] else None
 
     @cached_property
     def columns(self) -> ReportColumns:
@@ -70,9 +68,7 @@ class CohortReports(ReportBatch):
             num_examples=planned.num_examples.tolist(),
             num_refused=[0] * len(planned.clients),  # devices with bad examples are computed alone
             num_steps=planned.num_steps.tolist(),
-            sent_weight=[one.plan.weigh_as or 0 for one in planned.clients]
-            if is_scaled
-            else summed,
+            sent_weight=planned.weigh_as.tolist() if is_scaled else summed,
             summed_weight=summed,
             loss_sum=(self.sums.loss * ratio).tolist(),
             metric_sums={name: (sums * ratio).tolist() for name, sums in self.sums.metrics.items()},

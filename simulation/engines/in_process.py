@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
@@ -219,14 +219,15 @@ class LocalFleet:
 
     def _called(self, plans: Mapping[str, Plan]) -> list[ClientPlan]:
         devices, precision = self._devices, self._devices.trainer.precision
-        called = list(map(ClientPlan, plans, devices.identities.parts(plans), plans.values()))
+        parts = list(devices.identities.parts(plans))
+        called = list(map(ClientPlan, plans, parts, repeat(plans)))
         if not called or called[0].plan.precision != "auto":  # the same in all plans of a round
             return called
         # All devices compute in this process, or its workers.
-        return [
-            one._replace(plan=precision.resolved(one.plan, devices.identity(one.part)))
-            for one in called
-        ]
+        resolved = {
+            one.name: precision.resolved(one.plan, devices.identity(one.part)) for one in called
+        }
+        return list(map(ClientPlan, plans, parts, repeat(resolved)))
 
     def _has_vanished(self, part: int) -> bool:
         """Whether a device that is sent a plan vanishes before it answers; counts the attempt."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples
 from headwater.server.fleet import Dropout, UpdateBlock
+from headwater.server.planning.plan_table import PlanTable
 from headwater.simulation.fleet.faults import LiarFault, absent_seconds, falsifications
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.hardware_columns import HardwareColumns, Ints
@@ -57,11 +58,33 @@ _SteadyHardware = tuple[VirtualHardware, float | None]
 
 
 class ClientPlan(NamedTuple):
-    """A device's plan for a round; ``part`` is the device's number."""
+    """A device with a plan for a round; ``part`` is the device's number."""
 
     name: str
     part: int
-    plan: Plan
+    plans: Mapping[str, Plan]
+    """The round's plans; that of the device is made when it is looked at."""
+
+    @property
+    def plan(self) -> Plan:
+        """The device's plan."""
+        return self.plans[self.name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: with the device's own plan alone."""
+        return _client_plan, (self.name, self.part, self.plan)
+
+
+def _client_plan(name: str, part: int, plan: Plan) -> ClientPlan:
+    return ClientPlan(name, part, {name: plan})
+
+
+def plans_of(clients: Sequence[ClientPlan]) -> PlanTable:
+    """Return the devices' plans in columns."""
+    tables = list({id(one.plans): one.plans for one in clients}.values())
+    if len(tables) == 1:
+        return PlanTable.of(tables[0]).some([one.name for one in clients])
+    return PlanTable.of({one.name: one.plan for one in clients})
 
 
 class Compute(Protocol):

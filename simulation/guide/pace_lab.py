@@ -49,9 +49,8 @@ def plan(
     assigned = assign(names, estimates, {}, chosen, target=examples, costs=costs)
     transfer = costs.transfer_seconds(link)
     devices, steps, seconds_of = [], [], []
-    for name in names:
-        one = assigned[name]
-        seconds = one.predicted_seconds(one.micro_batch_size) or 0.0
+    predicted = assigned.predicted_seconds(assigned.micro_batch_size).tolist()
+    for one, seconds in zip(assigned.values(), predicted, strict=True):
         seconds_of.append(seconds)
         steps.append(-(-one.quota // one.micro_batch_size))
         devices.append(

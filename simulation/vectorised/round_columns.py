@@ -42,7 +42,7 @@ class RoundColumns:
     [D] examples that it trains on, from its place on. Its ``num_steps`` [D] steps follow those of
     the device before it in ``sizes``, ``step_seconds`` and ``peak_bytes`` [S]; ``local_step`` [S]
     is the number, from 0, of the local step that each of them is part of: 0 for all where the
-    device sums exactly.
+    device sums exactly. ``weigh_as`` [D] are the weights that the plans set, or 0.
     """
 
     clients: Sequence[ClientPlan]
@@ -51,6 +51,7 @@ class RoundColumns:
     num_owned: Ints
     places: PlaceColumns
     micro_batch_size: Ints
+    weigh_as: Ints
     seconds: Floats
     reasons: Sequence[StopReason]
     vitals: Sequence[Vitals]

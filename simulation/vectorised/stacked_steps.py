@@ -194,9 +194,9 @@ class StackedSteps:
         sums, counts = stack.sums.joined(), columns.num_examples
         weights = np.add.reduceat(sums.weight, np.cumsum(counts) - counts)
         factors = [
-            (one.plan.weigh_as or weight) / self._length(number)
-            for one, weight, number in zip(
-                columns.clients,
+            (weigh_as or weight) / self._length(number)
+            for weigh_as, weight, number in zip(
+                columns.weigh_as.tolist(),
                 weights.tolist(),
                 columns.num_local_steps.tolist(),
                 strict=True,

@@ -50,7 +50,7 @@ def planned(
     owned: Mapping[str, int] = OWNED,
     seconds: Mapping[str, float] | None = None,
     **more: Any,
-) -> dict[str, Plan]:
+) -> Mapping[str, Plan]:
     """Return the plans of round 1; ``seconds`` are those of an example on each device."""
     layout = build_model(TwoLayers(), seed=0).layout
     local = local_round(settings, num_parameters=layout.num_parameters)

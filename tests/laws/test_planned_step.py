@@ -62,7 +62,7 @@ class Fleet:
     deadline_seconds: float | None
     costs: TransferCosts
 
-    def plans(self) -> dict[str, Assignment]:
+    def plans(self) -> Mapping[str, Assignment]:
         able = [
             device
             for device in self.devices
@@ -122,7 +122,7 @@ class PlannedRound:
 
     def mean_gradient(
         self,
-        plans: dict[str, Assignment],
+        plans: Mapping[str, Assignment],
         *,
         in_one: bool = False,
         weights: Mapping[str, int] | None = None,
@@ -161,7 +161,7 @@ class PlannedRound:
             self._sum.fold(update.values_P, update.report.weight)
         return self._sum.close()
 
-    def picked(self, plans: dict[str, Assignment]) -> reference.Picked:
+    def picked(self, plans: Mapping[str, Assignment]) -> reference.Picked:
         return [
             (self.examples(int(name)), self.window(name, work).positions)
             for name, work in plans.items()

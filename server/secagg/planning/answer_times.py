@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.server.planning.planner import MAX_FINISH_SECONDS, Assignment
+import numpy as np
+
+from headwater.server.planning.estimate_columns import Ints
+from headwater.server.planning.planner import MAX_FINISH_SECONDS, Assigned
 
 # In less time a small window is mostly the scheduler's noise, and would be cut by it.
 MIN_ANSWER_SECONDS = 0.5
@@ -19,8 +22,8 @@ UNMEASURED_ANSWER_SECONDS = 60.0
 
 
 def answer_times(
-    assigned: Sequence[Assignment], micro_batch_sizes: Sequence[int], *, factor: float | None
-) -> list[float | None]:
+    assigned: Assigned, micro_batch_sizes: Ints, *, factor: float | None
+) -> Sequence[float | None]:
     """Return when each plan is answered, in seconds from its arrival; None without a factor.
 
     A plan with a finish time is predicted to take that. A client that told no speed is given the
@@ -28,17 +31,11 @@ def answer_times(
     """
     if factor is None:
         return [None] * len(assigned)
-    pairs = list(zip(assigned, micro_batch_sizes, strict=True))
-    predicted = [one.finish_seconds(size) or one.predicted_seconds(size) for one, size in pairs]
-    paces = [
-        seconds / one.quota
-        for one, seconds in zip(assigned, predicted, strict=True)
-        if seconds is not None
-    ]
-    slowest = max(paces, default=None)
-    times: list[float | None] = []
-    for one, seconds in zip(assigned, predicted, strict=True):
-        if seconds is None:
-            seconds = UNMEASURED_ANSWER_SECONDS if slowest is None else slowest * one.quota
-        times.append(min(max(factor * seconds, MIN_ANSWER_SECONDS), MAX_FINISH_SECONDS))
+    finish = assigned.finish_seconds(micro_batch_sizes)
+    predicted = np.where(np.isnan(finish), assigned.predicted_seconds(micro_batch_sizes), finish)
+    is_known = ~np.isnan(predicted)
+    paces = (predicted / assigned.quota)[is_known]
+    others = paces.max() * assigned.quota if len(paces) else UNMEASURED_ANSWER_SECONDS
+    seconds = factor * np.where(is_known, predicted, others)
+    times: list[float] = np.clip(seconds, MIN_ANSWER_SECONDS, MAX_FINISH_SECONDS).tolist()
     return times

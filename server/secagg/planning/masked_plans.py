@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from headwater.common.compression.planned_bytes import upload_bytes
@@ -12,8 +13,8 @@ from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.task import task_class_of
 from headwater.common.task_spec import code_of
 from headwater.common.wording import counted
-from headwater.server.planning.features import DraftPlan, PlanningFeature, Weights
-from headwater.server.planning.planner import Assignment
+from headwater.server.planning.features import DraftPlans, PlanningFeature, Weights
+from headwater.server.planning.planner import Assigned
 from headwater.server.secagg.planning.answer_times import answer_times
 from headwater.server.secagg.planning.share_limit import limited_quotas, limited_weights
 
@@ -42,21 +43,22 @@ class MaskedPlans(PlanningFeature):
         return _common_metrics(reports)
 
     def limit(
-        self, assigned: Mapping[str, Assignment], weights: Weights, *, round_number: int
-    ) -> tuple[Mapping[str, Assignment], Weights]:
+        self, assigned: Assigned, weights: Weights, *, round_number: int
+    ) -> tuple[Assigned, Weights]:
         secure = self.settings.secure
-        limited = limited_quotas(assigned, max_share=secure.max_share, min_quota=secure.min_quota)
-        self._log_share(round_number, sum(one.quota for one in assigned.values()), limited)
-        return limited, limited_weights(weights, max_share=secure.max_share)
-
-    def write(self, drafts: Sequence[DraftPlan], *, num_invited: int) -> None:
-        times = answer_times(
-            [draft.assignment for draft in drafts],
-            [draft.micro_batch_size for draft in drafts],
-            factor=self.settings.secure.answer_factor,
+        limited = limited_quotas(
+            assigned.quota, max_share=secure.max_share, min_quota=secure.min_quota
         )
-        for draft, seconds in zip(drafts, times, strict=True):
-            draft.ask(MaskingTerms(num_invited=num_invited, answer_seconds=seconds))
+        self._log_share(round_number, int(assigned.quota.sum()), int(limited.sum()))
+        weights = limited_weights(weights, max_share=secure.max_share)
+        return replace(assigned, quota=limited), weights
+
+    def write(self, drafts: DraftPlans) -> None:
+        assigned, factor = drafts.assigned, self.settings.secure.answer_factor
+        times = answer_times(assigned, drafts.micro_batch_size, factor=factor)
+        drafts.ask_each(
+            [MaskingTerms(num_invited=len(assigned), answer_seconds=seconds) for seconds in times]
+        )
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
         return down, upload_bytes(self.settings, num_values)
@@ -66,12 +68,9 @@ class MaskedPlans(PlanningFeature):
         even = sum(quotas.values()) / len(quotas)
         return [name for name, quota in quotas.items() if quota < even / 2]
 
-    def _log_share(
-        self, round_number: int, planned: int, assigned: Mapping[str, Assignment]
-    ) -> None:
+    def _log_share(self, round_number: int, planned: int, left: int) -> None:
         """Log, once in a run, that masked quotas are cut to what the clients accept."""
         secure = self.settings.secure
-        left = sum(one.quota for one in assigned.values())
         if self._has_logged or left >= planned:
             return
         self._has_logged = True

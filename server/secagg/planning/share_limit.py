@@ -11,24 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from headwater.server.planning.planner import Assignment
+import numpy as np
+from numpy.typing import NDArray
 
 # The planned part of a device's own limit: with fewer clients each is a larger part of the sum.
 PLANNED_PART = 0.8
 
 
 def limited_quotas(
-    assigned: Mapping[str, Assignment], *, max_share: float, min_quota: int
-) -> Mapping[str, Assignment]:
-    """Return the assignments, the smallest quotas raised to the least one, the largest cut."""
-    quotas = [max(one.quota, min_quota) for one in assigned.values()]
-    limit = max(largest_value(quotas, max_share=max_share), min_quota)
-    changed = {
-        id(one): one._replace(quota=min(max(one.quota, min_quota), limit))
-        for one in assigned.values()
-        if not min_quota <= one.quota <= limit
-    }
-    return {name: changed.get(id(one), one) for name, one in assigned.items()}
+    quotas: NDArray[np.int64], *, max_share: float, min_quota: int
+) -> NDArray[np.int64]:
+    """Return the quotas, the smallest raised to the least one, and the largest cut."""
+    raised = np.maximum(quotas, min_quota)
+    limit = largest_value(raised.tolist(), max_share=max_share)
+    return np.minimum(raised, max(limit, min_quota))
 
 
 def limited_weights(weights: Mapping[str, int], *, max_share: float) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning import planner
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.planner import Assignment, TransferCosts
+from headwater.server.planning.planner import Assigned, Assignment, TransferCosts
 
 MIB = 2**20
 VITALS = tuple(Vitals.model_fields)
@@ -45,9 +45,7 @@ def device(
     return Candidate(name, estimate)
 
 
-def assign(
-    devices: Sequence[Candidate], chosen: settings.PlanSettings, **others: Any
-) -> dict[str, Assignment]:
+def assign(devices: Sequence[Candidate], chosen: settings.PlanSettings, **others: Any) -> Assigned:
     """Assign work to some clients."""
     return planner.assign(
         [one.name for one in devices],

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +39,6 @@ def test_every_quota_is_within_its_bounds(
         assert math.ceil(work.quota / work.micro_batch_size) <= MAX_STEPS
         fastest = one.estimate.fastest_micro_batch_size
         assert size or fastest is None or work.micro_batch_size <= fastest
-        assert work.time_share == one.estimate.vitals.share
 
 
 @given(rows=ROWS, target=st.integers(1, 40_000), costs=COSTS)
@@ -89,7 +89,7 @@ def test_a_client_that_gives_half_of_its_time_gets_half_the_quota_with_that_reas
     ]
     assigned = assign(devices, plan(), target=900)
     assert [work.quota for work in assigned.values()] == [600, 300]
-    assert [work.time_share for work in assigned.values()] == [1.0, 0.5]
+    assert assigned.time_share.tolist() == [1.0, 0.5]
     assert "300 examples, giving 50% of its time on battery;" in reasons.of_plan(assigned["half"])
 
 
@@ -158,10 +158,8 @@ def test_a_turn_long_before_the_end_is_a_reason() -> None:
 def test_a_set_k_is_the_same_for_all_but_those_that_own_fewer_examples() -> None:
     devices = [device("rich", 1000), device("poor", 5)]
     assigned = assign(devices, plan(accumulation_steps=3, micro_batch_size=4), target=512)
-    assert [(a.quota, a.micro_batch_size, a.time_share) for a in assigned.values()] == [
-        (12, 4, None),
-        (5, 4, None),
-    ]
+    assert [(a.quota, a.micro_batch_size) for a in assigned.values()] == [(12, 4), (5, 4)]
+    assert np.isnan(assigned.time_share).all()
     assert [reasons.of_plan(work) for work in assigned.values()] == [
         "K set to 3; micro-batch as set",
         "K set to 3, all its 5 examples; micro-batch as set",

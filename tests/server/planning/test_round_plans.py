@@ -17,6 +17,7 @@ from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.features import PlanningMoments, planning_features
+from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.tasks import TwoLayers
@@ -47,7 +48,7 @@ def plans(
     counted: Mapping[str, int] | None = None,
     described: Collection[str] = (),
     disconnected: Collection[str] = (),
-) -> dict[str, Plan]:
+) -> PlanTable:
     clients = ConnectedClients(reports=here, described=described, disconnected=disconnected)
     planned = made.plan(clients, round_number=number, counted=counted or {}, turn_seconds=0.0)
     return planned.plans

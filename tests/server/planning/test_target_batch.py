@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,7 +138,7 @@ def test_the_next_target_is_near_the_last_and_within_its_bounds(
 def test_an_evened_cut_takes_no_more_memory_and_no_more_steps_than_two(
     quota: int, size: int
 ) -> None:
-    found = evened(quota, size)
+    (found,) = evened(np.array([quota]), np.array([size])).tolist()
     assert 1 <= found <= size
     steps, planned = math.ceil(quota / found), math.ceil(quota / size)
     assert steps <= max(planned, 2)
@@ -147,9 +148,10 @@ def test_an_evened_cut_takes_no_more_memory_and_no_more_steps_than_two(
 
 
 def test_only_a_followed_noise_scale_changes_the_cut() -> None:
-    assert target().micro_batch_size(8, 8) == 8
-    assert target(follow_noise_scale=True).micro_batch_size(8, 8) == 4
-    assert target(follow_noise_scale=True).micro_batch_size(17, 16) == 9
+    quotas, planned = np.array([8, 17]), np.array([8, 16])
+    assert target().micro_batch_size(quotas, planned).tolist() == [8, 16]
+    followed = target(follow_noise_scale=True)
+    assert followed.micro_batch_size(quotas, planned).tolist() == [4, 9]
 
 
 def test_the_ratio_that_scales_the_rate_is_in_the_unit_that_was_set() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import ReportBatch, UpdateBlock
+from headwater.server.fleet import Floats, Ints, ReportBatch, UpdateBlock
 from headwater.server.rounds.open_round import OpenRound
 from tests.plans import plan_of
 
@@ -123,6 +124,13 @@ class Reports(ReportBatch):
     @property
     def columns(self) -> ReportColumns:
         return ReportColumns.of(*self._reports)
+
+    @property
+    def timing(self) -> tuple[Ints, Ints, Floats]:
+        measured = [one.measured for one in self._reports]
+        steps = [step for one in measured for step in one]
+        sizes = np.array([size for size, _ in steps], dtype=np.int64)
+        return np.array(list(map(len, measured))), sizes, np.array([took for _, took in steps])
 
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
         return [noise_sums(one, num_owned=owned[one.name]) for one in self._reports]

@@ -111,7 +111,7 @@ def clients_of(cohort: list[dict[str, Any]]) -> list[ClientPlan]:
             local_steps=one["local_steps"] or 1,
             local=LocalTerms() if one["local_steps"] else None,
         )
-        clients.append(ClientPlan(str(part), part, plan))
+        clients.append(ClientPlan(str(part), part, {str(part): plan}))
     return clients
 
 

@@ -56,7 +56,7 @@ def replies(devices: Devices, *, num_rounds: int = 1, **chosen: Any) -> list[Sin
             micro_batch_size=2,
             counted_round=number - 1 or None,
         )
-        clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
+        clients = [ClientPlan(str(part), part, {str(part): plan}) for part in range(NUM_DEVICES)]
         found += singles(one_by_one.train(clients, image, run_id=1, timeout_seconds=None))
     return found
 
@@ -158,7 +158,7 @@ def test_one_line_says_why_examples_are_left_out_of_all_devices_and_rounds(
     one_by_one, image = OneByOne(devices), devices.trainer.image
     for number in (1, 2):
         plan = Plan(round=number, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-        clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
+        clients = [ClientPlan(str(part), part, {str(part): plan}) for part in range(NUM_DEVICES)]
         for _ in one_by_one.train(clients, image, run_id=1, timeout_seconds=None):
             pass
     lines = [line for line in caplog.messages if "were left out" in line]
@@ -169,7 +169,7 @@ def test_one_line_says_why_examples_are_left_out_of_all_devices_and_rounds(
 def test_devices_whose_work_is_foreseen_send_one_series_of_updates() -> None:
     devices = devices_of(Devices, RandomLayers)
     plan = Plan(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=2)
-    clients = [ClientPlan(str(part), part, plan) for part in range(NUM_DEVICES)]
+    clients = [ClientPlan(str(part), part, {str(part): plan}) for part in range(NUM_DEVICES)]
     image = devices.trainer.image
     [series] = OneByOne(devices).train(clients, image, run_id=1, timeout_seconds=None)
     assert isinstance(series, UpdateBlock)

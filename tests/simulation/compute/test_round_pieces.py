@@ -24,7 +24,11 @@ def clients_of(quotas: Sequence[int]) -> list[ClientPlan]:
         ClientPlan(
             str(part),
             part,
-            Plan(round=1, run_seed=0, model_version=0, quota=quota, micro_batch_size=1),
+            {
+                str(part): Plan(
+                    round=1, run_seed=0, model_version=0, quota=quota, micro_batch_size=1
+                )
+            },
         )
         for part, quota in enumerate(quotas)
     ]

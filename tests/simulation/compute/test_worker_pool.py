@@ -137,7 +137,7 @@ def clients_of(round_number: int) -> list[ClientPlan]:
         )
         for _ in range(NUM_DEVICES)
     )
-    return [ClientPlan(str(part), part, plan) for part, plan in enumerate(plans)]
+    return [ClientPlan(str(part), part, {str(part): plan}) for part, plan in enumerate(plans)]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_an_order_and_a_result_that_exceed_the_pipe_do_not_wait_for_each_other()
         ClientPlan(
             str(part),
             part,
-            Plan(round=1, run_seed=0, model_version=0, quota=4000, micro_batch_size=1),
+            {str(part): Plan(round=1, run_seed=0, model_version=0, quota=4000, micro_batch_size=1)},
         )
         for part in range(3)
     ]

@@ -12,11 +12,11 @@ from headwater.common.messages import DeviceReport, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.server.planning.cohort import ConnectedClients, population_order
+from headwater.server.planning.cohort import ConnectedClients, PopulationOrder, population_order
 from headwater.server.planning.device_estimates import DeviceEstimate
-from headwater.server.planning.round_plans import Decisions, RoundPlanner
+from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
-from headwater.simulation.engines.planning_cache import CachedOrder, cached_decisions
+from headwater.simulation.engines.planning_cache import CachedOrder
 from tests.tasks import TwoLayers
 
 MIB = 2**20
@@ -54,10 +54,10 @@ def report(part: int) -> DeviceReport:
     )
 
 
-def planner(chosen: Settings, decisions: Decisions) -> RoundPlanner:
+def planner(chosen: Settings, order: PopulationOrder) -> RoundPlanner:
     layout = build_model(TwoLayers(), seed=0).layout
     target = Target(chosen.plan, max_weight_per_example=1)
-    return RoundPlanner(chosen, target, layout, decisions)
+    return RoundPlanner(chosen, target, layout, order)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_rounds_with_caches_have_the_plans_of_rounds_without(
     chosen: dict[str, int], rounds: list[list[tuple[int, str]]]
 ) -> None:
     settings = load(None, chosen)
-    planners = [planner(settings, cached_decisions()), planner(settings, Decisions())]
+    planners = [planner(settings, CachedOrder()), planner(settings, population_order)]
     clients = ConnectedClients(reports={str(part): report(part) for part in range(4)})
     counted = {str(part): 0 for part in range(4)}
     for number, changes in enumerate(rounds, start=1):
@@ -81,6 +81,7 @@ def test_rounds_with_caches_have_the_plans_of_rounds_without(
             for part, kind in changes:
                 if str(part) in one.known.estimates:
                     one.known.estimates[str(part)] = changed(one.known.estimates[str(part)], kind)
+        planners[1].known._columns = (), None
         cached, pure = (
             one.plan(clients, round_number=number, counted=counted, turn_seconds=0.0)
             for one in planners

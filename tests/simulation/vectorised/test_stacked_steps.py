@@ -72,9 +72,10 @@ def plans(draw: st.DrawFn) -> list[dict[str, Any]]:
 def clients_of(devices: Devices, work: list[dict[str, Any]]) -> list[ClientPlan]:
     local = devices.settings.local
     terms: LocalTerms = local_terms(local, devices.settings.plan)
+    rate = local.rate
     common: dict[str, Any] = {"round": 1, "run_seed": 0, "model_version": 0, "local": terms}
     return [
-        ClientPlan(str(part), part, plan_of(**common, **own, local_learning_rate=local.rate))
+        ClientPlan(str(part), part, {str(part): plan_of(**common, **own, local_learning_rate=rate)})
         for part, own in enumerate(work)
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headwater.common.settings import schema as settings
-from headwater.server.planning.planner import Assignment
 from headwater.server.secagg.planning.answer_times import (
     MIN_ANSWER_SECONDS,
     UNMEASURED_ANSWER_SECONDS,
@@ -16,8 +15,8 @@ FOUR_OF_EIGHT = settings.PlanSettings(accumulation_steps=4, micro_batch_size=8)
 
 
 def times_of(*devices: Candidate, chosen: settings.PlanSettings = FOUR_OF_EIGHT) -> list[float]:
-    assigned: list[Assignment] = list(assign(devices, chosen, target=64).values())
-    times = answer_times(assigned, [one.micro_batch_size for one in assigned], factor=FACTOR)
+    assigned = assign(devices, chosen, target=64)
+    times = answer_times(assigned, assigned.micro_batch_size, factor=FACTOR)
     return [time for time in times if time is not None]
 
 
@@ -29,9 +28,9 @@ def test_a_plan_with_k_set_is_answered_after_its_predicted_time_with_room() -> N
 def test_a_plan_with_a_finish_time_is_answered_after_that_with_room() -> None:
     chosen = settings.PlanSettings()
     assigned = assign([device("one", each=1.0), device("two", each=1.0)], chosen, target=64)
-    finish = [one.finish_seconds(one.micro_batch_size) for one in assigned.values()]
+    finish = assigned.finish_seconds(assigned.micro_batch_size).tolist()
     found = times_of(device("one", each=1.0), device("two", each=1.0), chosen=chosen)
-    assert found == [FACTOR * (one or 0.0) for one in finish]
+    assert found == [FACTOR * one for one in finish]
 
 
 def test_a_client_of_unknown_speed_gets_the_time_of_the_slowest() -> None:
@@ -48,5 +47,5 @@ def test_a_small_window_gets_more_than_the_scheduler_s_noise() -> None:
 
 
 def test_plain_plans_have_no_time_for_their_answer() -> None:
-    assigned = list(assign([device(each=1.0)], FOUR_OF_EIGHT, target=64).values())
-    assert answer_times(assigned, [8], factor=None) == [None]
+    assigned = assign([device(each=1.0)], FOUR_OF_EIGHT, target=64)
+    assert answer_times(assigned, assigned.micro_batch_size, factor=None) == [None]
