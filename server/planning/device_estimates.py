@@ -101,7 +101,7 @@ class DeviceEstimate:
         """
         known = self
         if report is not None:
-            if not (is_k_set and _have_same_memory(report.vitals, self.vitals)):
+            if not (is_k_set and have_same_memory(report.vitals, self.vitals)):
                 known = self.after_update(report)
         elif ready is not None:
             known = self.after_masked_update(ready)
@@ -152,7 +152,8 @@ class DeviceEstimate:
 _MEMORY = operator.attrgetter("memory_limit_bytes", "base_bytes", "bytes_per_example")
 
 
-def _have_same_memory(one: Vitals, other: Vitals) -> bool:
+def have_same_memory(one: Vitals, other: Vitals) -> bool:
+    """Whether two reports say the same of memory, which is all that counts where K is set."""
     return one is other or _MEMORY(one) == _MEMORY(other)  # mostly one object, see ``_merged``
 
 

@@ -23,6 +23,7 @@ from headwater.server.planning.device_estimates import (
     UNKNOWN_DEVICE,
     UNTOLD_EXAMPLES,
     DeviceEstimate,
+    have_same_memory,
 )
 from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
 
@@ -213,7 +214,8 @@ class KnownClients:
         """
         known = list(map(self.estimates.__getitem__, block.names))
         is_same = np.array([one.is_in_time for one in known])
-        is_same &= list(map(operator.is_, block.vitals, map(_VITALS, known)))
+        is_like = have_same_memory if self.is_k_set else operator.is_
+        is_same &= list(map(is_like, block.vitals, map(_VITALS, known)))
         lines = [one.line for one in known]
         if not self.is_k_set and None not in lines:
             num_steps = block.num_steps
