@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
@@ -21,24 +18,19 @@ from headwater.common.messages import (
     EvaluateReport,
     Plan,
     ReadyReport,
-    ReportFields,
     Update,
+    UpdateReport,
     WireMessage,
 )
 from headwater.common.model.parameters import ModelImage
-from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.cohort_sum import PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
-from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_reports import ReportBatch
 from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.planning.cohort import ConnectedClients
 
 if TYPE_CHECKING:
     from headwater.common.phases import Phase
-
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,45 +39,6 @@ class Dropout:
 
     name: str
     error: HeadwaterError
-
-
-class ReportBatch(Sequence[ReportFields], ABC):
-    """The reports of a block of updates: a sequence, and the same data as columns."""
-
-    are_summed: bool
-    """Whether the updates' vectors come as one sum."""
-
-    @property
-    @abstractmethod
-    def columns(self) -> ReportColumns:
-        """The reports as columns."""
-
-    @abstractmethod
-    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
-        """Return parts of the round's noise sums, for clients that own so many examples."""
-
-    @property
-    def unused(self) -> tuple[int, ...]:
-        """The places of the trained tensors that none of the updates' losses used."""
-        return ()
-
-    @property
-    @abstractmethod
-    def timing(self) -> tuple[Ints, Ints, Floats]:
-        """How many steps each update has; the examples and seconds of all, one after another."""
-
-    @property
-    def norms_per_weight(self) -> Sequence[float] | None:
-        """The norms of the updates per unit of weight; None if they were not computed."""
-        return None
-
-    @property
-    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
-        """How many steps each update has, and the seconds and losses of all, one after another.
-
-        None where steps have norms too: the reports themselves tell them.
-        """
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +90,7 @@ class BranchSum:
     total: PartialSum = field(repr=False)
     extra: Mapping[str, PartialSum] = field(default_factory=dict, repr=False)
     """The sums beside the model's, by name."""
-    reports: Sequence[ReportFields] = field(repr=False)
+    reports: Sequence[UpdateReport] = field(repr=False)
     norms: Mapping[str, float] = field(repr=False)
     outliers: Sequence[str]
     clip_bits: Sequence[int]

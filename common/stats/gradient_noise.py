@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from headwater.common.messages import ReportFields, Step
+from headwater.common.messages import Step, UpdateReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def _first_and_last(steps: Sequence[Step]) -> NoiseEstimate | None:
     return None if first is None else estimate_noise(first, last)
 
 
-def noise_sums(report: ReportFields, *, num_owned: int) -> NoiseSums:
+def noise_sums(report: UpdateReport, *, num_owned: int) -> NoiseSums:
     """Return one device's contribution to the round's sums.
 
     Its steps give the norms and weights of the sum of weight w as it was computed. With

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, count, repeat
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.messages import ReportFields, Vitals
+from headwater.common.messages import UpdateReport, Vitals
 from headwater.common.model.vectors import CHUNK
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +120,7 @@ class ReportColumns:
     vitals: Sequence[Vitals]
 
     @staticmethod
-    def of(*reports: ReportFields) -> ReportColumns:
+    def of(*reports: UpdateReport) -> ReportColumns:
         """Return the columns of reports of one round; at least one report."""
         metrics = {name for report in reports for name in report.metric_sums}
         return ReportColumns(
@@ -132,6 +139,152 @@ class ReportColumns:
             seconds=[report.seconds for report in reports],
             vitals=[report.vitals for report in reports],
         )
+
+
+class ReportBatch(Sequence[UpdateReport], ABC):
+    """The reports of a block of updates: a sequence, and the same data as columns."""
+
+    are_summed: bool
+    """Whether the updates' vectors come as one sum."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> ReportColumns:
+        """The reports as columns."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, Sequence[Any]]:
+        """Return each figure of the updates' rows; see ``figures_of``."""
+
+    @abstractmethod
+    def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
+        """Return parts of the round's noise sums, for clients that own so many examples."""
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The places of the trained tensors that none of the updates' losses used."""
+        return ()
+
+    @property
+    @abstractmethod
+    def timing(self) -> tuple[Ints, Ints, Floats]:
+        """How many steps each update has; the examples and seconds of all, one after another."""
+
+    @property
+    def norms_per_weight(self) -> Sequence[float] | None:
+        """The norms of the updates per unit of weight; None if they were not computed."""
+        return None
+
+    @property
+    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+        """How many steps each update has, and the seconds and losses of all, one after another.
+
+        None where steps have norms too: the reports themselves tell them.
+        """
+        return None
+
+
+class AcceptedReports(Mapping[str, UpdateReport]):
+    """A round's accepted reports by name; that of a client in a block is made when it is read."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ReportBatch] = []
+        """Those that came as columns."""
+        self._found: dict[str, UpdateReport | tuple[ReportBatch, int]] = {}
+
+    def add(self, *reports: UpdateReport) -> None:
+        """Add reports that came alone."""
+        self._found |= {report.name: report for report in reports}
+
+    def add_block(self, block: ReportBatch) -> None:
+        """Add reports that came as columns."""
+        self.blocks.append(block)
+        self._found |= zip(block.columns.names, zip(repeat(block), count()), strict=False)
+
+    @property
+    def single(self) -> list[UpdateReport]:
+        """Those that came alone."""
+        return [one for one in self._found.values() if isinstance(one, UpdateReport)]
+
+    def figures(self, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+        """Return each figure of these clients' rows; see ``figures_of``."""
+        rows = self._rows(names)
+        if rows is None:
+            return figures_of([self[name] for name in names])
+        parts = [block.figures() for block in self.blocks]
+        joined = {
+            name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]
+        }
+        order = rows.tolist()
+        return {name: list(map(column.__getitem__, order)) for name, column in joined.items()}
+
+    def plain_steps(
+        self, names: Sequence[str]
+    ) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+        """Return what the blocks tell of these clients' steps; see ``ReportBatch.plain_steps``.
+
+        None if some came alone, or have more to tell.
+        """
+        rows, told = self._rows(names), [block.plain_steps for block in self.blocks]
+        if rows is None or None in told:
+            return None
+        numbers, seconds, losses = map(
+            np.concatenate, zip(*(one for one in told if one), strict=True)
+        )
+        counts, starts = numbers[rows], (np.cumsum(numbers) - numbers)[rows]
+        steps = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return counts.tolist(), seconds[steps].tolist(), losses[steps].tolist()
+
+    def _rows(self, names: Sequence[str]) -> Ints | None:
+        """Return where these clients are in the blocks, one behind the other; None: not all are."""
+        firsts = accumulate(map(len, self.blocks), initial=0)
+        first_of = dict(zip(map(id, self.blocks), firsts, strict=False))
+        places = [one for name in names if isinstance(one := self._found[name], tuple)]
+        if not places or len(places) < len(names):
+            return None
+        return np.array([first_of[id(block)] + row for block, row in places])
+
+    def copy(self) -> AcceptedReports:
+        """Return those of now, while another thread adds some."""
+        other = AcceptedReports()
+        other.blocks, other._found = self.blocks, self._found.copy()
+        return other
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> UpdateReport:
+        found = self._found[name]
+        return found if isinstance(found, UpdateReport) else found[0][found[1]]
+
+
+def mean_loss(loss_sum: float, weight: int) -> float:
+    """Return an update's loss per unit of weight; NaN if all that it is made of weighs 0."""
+    return loss_sum / weight if weight else math.nan
+
+
+def figures_of(reports: Sequence[UpdateReport]) -> dict[str, Sequence[Any]]:
+    """Return each figure of some clients' rows but those of their plans and their steps."""
+    return {
+        "name": [one.name for one in reports],
+        "accumulation_steps": [one.num_steps for one in reports],
+        "micro_batch_size": [one.micro_batch_size for one in reports],
+        "num_examples": [one.num_examples for one in reports],
+        "num_refused": [one.num_refused for one in reports],
+        "weight": [one.weight for one in reports],
+        "seconds": [one.seconds for one in reports],
+        "loss": [mean_loss(one.loss_sum, one.weight) for one in reports],
+        "peak_bytes": [one.peak_bytes for one in reports],
+        "reason": [one.reason for one in reports],
+        "num_joined": [one.num_joined for one in reports],
+        "num_left": [one.num_left for one in reports],
+    }
 
 
 def plain_sum(

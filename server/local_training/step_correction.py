@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headwater.common.local_training.local_optimizer import path_length
 from headwater.common.local_training.terms import LocalPlan
-from headwater.common.messages import Plan, ReportFields
+from headwater.common.messages import Plan, UpdateReport
 from headwater.server.aggregation.round_reports import RoundSum
 
 
@@ -28,7 +28,7 @@ def once(_: Plan, _num_windows: int) -> int:
 def correct_steps(
     done: RoundSum,
     plans: Mapping[str, Plan],
-    reports: Mapping[str, ReportFields],
+    reports: Mapping[str, UpdateReport],
     times_of: Callable[[Plan, int], int] = once,
 ) -> None:
     """Multiply the mean by the mean path length of its clients, in place; 1 if none is normalized.
@@ -46,7 +46,7 @@ def correct_steps(
 def mean_path_length(
     plans: Mapping[str, Plan],
     names: Iterable[str],
-    reports: Mapping[str, ReportFields],
+    reports: Mapping[str, UpdateReport],
     times_of: Callable[[Plan, int], int] = once,
 ) -> float:
     """Return the mean path length of the clients ``names``; ``reports`` are those of some."""
@@ -63,7 +63,7 @@ def mean_path_length(
     return math.fsum(lengths) / math.fsum(weights)
 
 
-def _own_length(local: LocalPlan, report: ReportFields | None) -> float:
+def _own_length(local: LocalPlan, report: UpdateReport | None) -> float:
     """Return the mean path length of a client's windows, of which there is mostly one."""
     terms = local.how
     assert terms is not None

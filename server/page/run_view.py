@@ -207,15 +207,16 @@ class RunView(Observer):
             for name, known in self._tiles.items():
                 if name not in opened.plans and known["state"] != tiles_of.LEFT_OUT:
                     known["state"] = tiles_of.IDLE
-            for name, plan in opened.plans.items():
+            for name in opened.plans:
                 if (tile := self._tile(name)) is not None:
-                    tiles_of.note_plan(tile, plan)
+                    tiles_of.note_plan(tile, opened.plans[name])
                     tile["state"] = tiles_of.COMPUTING if self._stages is None else tiles_of.PLANNED
         noted = self._noted
-        for name, report in opened.accepted.copy().items():
-            if name not in noted and (found := self._tiles.get(name)) is not None:
+        accepted = opened.accepted.copy()
+        for name in accepted.keys() - noted:
+            if (found := self._tiles.get(name)) is not None:
                 noted.add(name)
-                tiles_of.note_report(found, report)
+                tiles_of.note_report(found, accepted[name])
         is_open = self._phase in (COMPUTING, STEPPING)
         for name, ready in opened.ready.copy().items():
             if (found := self._tiles.get(name)) is not None:

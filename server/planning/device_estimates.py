@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.common.errors import HeadwaterError, LateUpdate
-from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
+from headwater.common.messages import DeviceReport, ReadyReport, UpdateReport, Vitals
 from headwater.common.stats import training_speed
 from headwater.common.stats.linear_fit import Line
 
@@ -87,7 +87,7 @@ class DeviceEstimate:
 
     def after_round(
         self,
-        report: ReportFields | None,
+        report: UpdateReport | None,
         ready: ReadyReport | None,
         error: HeadwaterError | None,
         *,
@@ -114,7 +114,7 @@ class DeviceEstimate:
         """Whether the client was never late, or nothing is left of it."""
         return not self.times_late and self.deadline_share == DEADLINE_SHARE
 
-    def after_update(self, report: ReportFields) -> DeviceEstimate:
+    def after_update(self, report: UpdateReport) -> DeviceEstimate:
         """Follow the speed that an update's steps show, and the vitals that it reports."""
         line = self.line
         line = None if line is None else training_speed.updated_line(line, report.measured)

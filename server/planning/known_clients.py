@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import DeviceReport, ReadyReport, ReportFields, Vitals
+from headwater.common.messages import DeviceReport, ReadyReport, UpdateReport, Vitals
 from headwater.common.stats import training_speed
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import (
@@ -184,7 +184,7 @@ class KnownClients:
         invited: Iterable[str],
         *,
         exceptions: Collection[str],
-        accepted: Mapping[str, ReportFields],
+        accepted: Mapping[str, UpdateReport],
         ready: Mapping[str, ReadyReport],
         refused: Mapping[str, HeadwaterError],
         blocks: Sequence[ToldBlock] = (),

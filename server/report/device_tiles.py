@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import Plan, ReportFields, Vitals
+from headwater.common.messages import Plan, UpdateReport, Vitals
 from headwater.server.report.round_points import Point, finite, label
 
 Tile = dict[str, Any]
@@ -49,7 +49,7 @@ def note_plan(tile: Tile, plan: Plan) -> None:
     )
 
 
-def note_report(tile: Tile, report: ReportFields) -> None:
+def note_report(tile: Tile, report: UpdateReport) -> None:
     """Show what a device reported with its update."""
     tile.update(
         state=DONE,

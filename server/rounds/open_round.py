@@ -22,20 +22,19 @@ from headwater.common.errors import (
     UnexpectedUpdate,
     UpdateRefused,
 )
-from headwater.common.messages import Plan, ReadyReport, ReportFields, Update
+from headwater.common.messages import Plan, ReadyReport, Update, UpdateReport
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.terms import Terms
 from headwater.common.wording import counted
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
-from headwater.server.aggregation.round_reports import ReportColumns, in_all
+from headwater.server.aggregation.round_reports import AcceptedReports, ReportColumns, in_all
 from headwater.server.fleet import (
     PLAIN_RULES,
     Answer,
     BranchSum,
     Dropout,
-    ReportBatch,
     UpdateBlock,
     UpdateRules,
 )
@@ -95,7 +94,7 @@ class OpenRound:
         self.plans = plans
         self._table: tuple[Mapping[str, Plan], PlanTable] | None = None
         self.num_left_out = num_left_out
-        self.accepted: dict[str, ReportFields] = {}
+        self.accepted = AcceptedReports()
         self.ready: dict[str, ReadyReport] = {}
         self.refused: dict[str, HeadwaterError] = {}
         self.refusals: Counter[str] = Counter()
@@ -106,9 +105,6 @@ class OpenRound:
         """The clients whose updates were beyond the norm's limit."""
         self.clip_bits: list[int] = []
         """The accepted updates' bits on the clip norm; none if it does not follow them."""
-        self._reports: list[ReportFields] = []
-        self.batches: list[ReportBatch] = []
-        """The accepted reports that came as columns."""
         self._batch_norms: list[Sequence[float] | None] = []
         """Of each batch that arrived as one sum."""
         self._unused: list[Sequence[int]] = []
@@ -156,15 +152,17 @@ class OpenRound:
     @property
     def columns(self) -> Sequence[ReportColumns]:
         """The accepted reports as columns: of the single updates together, and of each batch."""
-        single = [ReportColumns.of(*self._reports)] if self._reports else []
-        return single + [batch.columns for batch in self.batches]
+        single = self.accepted.single
+        first = [ReportColumns.of(*single)] if single else []
+        return first + [block.columns for block in self.accepted.blocks]
 
     @property
     def noise(self) -> Sequence[NoiseSums]:
         """The accepted updates' parts of the round's noise sums."""
         owned = self._owned
-        single = [noise_sums(report, num_owned=owned[report.name]) for report in self._reports]
-        return single + list(chain.from_iterable(batch.noise(owned) for batch in self.batches))
+        accepted = self.accepted
+        single = [noise_sums(report, num_owned=owned[report.name]) for report in accepted.single]
+        return single + list(chain.from_iterable(block.noise(owned) for block in accepted.blocks))
 
     @property
     def all_norms(self) -> Sequence[float] | None:
@@ -216,8 +214,7 @@ class OpenRound:
         except UpdateRefused as error:
             self._refuse_updates([report.name], error)
             return
-        self.accepted[report.name] = report
-        self._reports.append(report)
+        self.accepted.add(report)
         self._unused.append(report.unused)
         if report.clip_bit is not None:
             self.clip_bits.append(report.clip_bit)
@@ -233,12 +230,9 @@ class OpenRound:
             return
         self._unused.append(reports.unused)
         if len(taken) == len(columns.names):
-            self.batches.append(reports)
-            self.accepted |= zip(columns.names, reports, strict=True)
-            return
-        for at in taken:
-            self.accepted[columns.names[at]] = reports[at]
-            self._reports.append(reports[at])
+            self.accepted.add_block(reports)
+        else:
+            self.accepted.add(*(reports[at] for at in taken))
 
     def _add_sum(self, block: UpdateBlock) -> Sequence[int]:
         """Check and add the sum of a block's vectors; return the rows that are in it: all.
@@ -340,8 +334,7 @@ class OpenRound:
             self.extra.add_parts(branch.extra, weights)
         self.norms |= branch.norms
         self.outliers += branch.outliers
-        self.accepted |= {report.name: report for report in branch.reports}
-        self._reports += branch.reports
+        self.accepted.add(*branch.reports)
         self._unused += [report.unused for report in branch.reports]
         self.clip_bits += branch.clip_bits
 
@@ -360,7 +353,7 @@ class OpenRound:
             name=name,
             total=self._total.part(),
             extra={} if self.extra is None else self.extra.parts(),
-            reports=tuple(chain(self._reports, *self.batches)),
+            reports=tuple(chain(self.accepted.single, *self.accepted.blocks)),
             norms=self.norms,
             outliers=self.outliers,
             clip_bits=self.clip_bits,
@@ -388,7 +381,7 @@ class OpenRound:
         self.refusals[error.code] += 1
 
     def _check_awaited(
-        self, name: str, round_number: int, taken: Mapping[str, ReportFields | ReadyReport]
+        self, name: str, round_number: int, taken: Mapping[str, UpdateReport | ReadyReport]
     ) -> Plan:
         """Return the plan that an answer belongs to.
 

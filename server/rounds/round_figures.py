@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwater.common.messages import ReadyReport, ReportFields
-from headwater.server.aggregation.round_reports import RoundSum
+from headwater.common.messages import ReadyReport, UpdateReport
+from headwater.server.aggregation.round_reports import AcceptedReports, RoundSum
 from headwater.server.fleet import Traffic
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds.evaluation import EvaluatedRound
@@ -74,7 +74,9 @@ def row_of_round(
         num_outliers=len(opened.outliers),
         left_out=planned.left_out,
         refused={name: f"{error.code}: {error}" for name, error in opened.refused.items()},
-        clients=ClientRows(opened.accepted if opened.releases_reports else {}, opened.plans),
+        clients=ClientRows(
+            opened.accepted if opened.releases_reports else AcceptedReports(), opened.plans
+        ),
         masked_clients=_masked_rows(opened, done),
     )
     for feature in training.features.values():
@@ -84,7 +86,7 @@ def row_of_round(
 
 def _masked_rows(opened: OpenRound, done: RoundSum) -> list[MaskedClientRow]:
     """Return the rows of the clients that report no more than their plans and their hardware."""
-    answers: dict[str, ReadyReport | ReportFields] = {**opened.ready}
+    answers: dict[str, ReadyReport | UpdateReport] = {**opened.ready}
     if not opened.releases_reports:
         answers |= opened.accepted
     plans = opened.plans

@@ -309,7 +309,8 @@ def finish_round(
         ready=opened.ready,
         refused=opened.refused,
         blocks=[
-            ToldBlock(one.columns.names, one.columns.vitals, *one.timing) for one in opened.batches
+            ToldBlock(one.columns.names, one.columns.vitals, *one.timing)
+            for one in opened.accepted.blocks
         ],
     )
     training.left_out_log.note_empty(opened)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
-from operator import attrgetter
 from typing import Any, overload
 
-import numpy as np
-
-from headwater.common.messages import Plan, ReadyReport, ReportFields
+from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.stats.gradient_noise import estimates_after_steps
+from headwater.server.aggregation.round_reports import AcceptedReports, mean_loss
 from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.target_batch import TargetBy
 
@@ -158,28 +155,28 @@ class RoundRow:
     @property
     def k_range(self) -> tuple[int, int]:
         """The smallest and the largest K of the cohort; of its plans in a masked round."""
-        steps = (
-            [report.num_steps for report in self.clients.reports]
-            if isinstance(self.clients, ClientRows)
-            else [row.accumulation_steps for row in self.clients]
-        )
+        steps = [*self._told("accumulation_steps")]
         steps += [row.planned_steps for row in self.masked_clients]
         return min(steps), max(steps)
 
     @property
     def slowest(self) -> tuple[str, float]:
         """The name of the client that took longest, and its seconds."""
-        slowest = max((*self._parts, *self.masked_clients), key=attrgetter("seconds"))
-        return slowest.name, slowest.seconds
+        masked = self.masked_clients
+        seconds = [*self._told("seconds"), *(one.seconds for one in masked)]
+        names = [*self._told("name"), *(one.name for one in masked)]
+        longest = max(seconds)
+        return names[seconds.index(longest)], longest
 
     @property
     def stop_reasons(self) -> list[str]:
         """Why each client's window ended; none of a masked round."""
-        return [one.reason for one in self._parts]
+        return [*self._told("reason")]
 
-    @property
-    def _parts(self) -> Sequence[ClientRow | ReportFields]:
-        return self.clients.reports if isinstance(self.clients, ClientRows) else self.clients
+    def _told(self, name: str) -> Sequence[Any]:
+        if isinstance(self.clients, ClientRows):
+            return self.clients.told[name]
+        return [getattr(row, name) for row in self.clients]
 
     def figures(self) -> dict[str, float]:
         """Return the round's own numbers and metrics by name, without those that are None.
@@ -196,7 +193,7 @@ class RoundRow:
         return own | self.metrics
 
 
-def client_row(report: ReportFields, *, plan_reason: str, moves_model: bool = False) -> ClientRow:
+def client_row(report: UpdateReport, *, plan_reason: str, moves_model: bool = False) -> ClientRow:
     """Return the row of a client's report."""
     steps = report.steps
     return ClientRow(
@@ -209,7 +206,7 @@ def client_row(report: ReportFields, *, plan_reason: str, moves_model: bool = Fa
         num_left=report.num_left,
         weight=report.weight,
         seconds=report.seconds,
-        loss=report.loss_sum / report.weight,
+        loss=mean_loss(report.loss_sum, report.weight),
         step_seconds=[step.seconds for step in steps],
         step_loss=[step.loss for step in steps],
         step_gradient_norm=[step.gradient_norm for step in steps],
@@ -228,14 +225,14 @@ def client_row(report: ReportFields, *, plan_reason: str, moves_model: bool = Fa
 class ClientRows(Sequence[ClientRow]):
     """The rows of a round's clients; each is made when it is read, as often none is."""
 
-    def __init__(self, accepted: Mapping[str, ReportFields], plans: Mapping[str, Plan]) -> None:
-        self.reports: Sequence[ReportFields] = [
-            accepted[name] for name in plans if name in accepted
-        ]
+    def __init__(self, accepted: AcceptedReports, plans: Mapping[str, Plan]) -> None:
+        self.names = [name for name in plans if name in accepted]
         self.plans = plans
+        self._accepted = accepted
+        self._told: dict[str, Sequence[Any]] | None = None
 
     def __len__(self) -> int:
-        return len(self.reports)
+        return len(self.names)
 
     @overload
     def __getitem__(self, at: int) -> ClientRow: ...
@@ -243,8 +240,15 @@ class ClientRows(Sequence[ClientRow]):
     def __getitem__(self, at: slice) -> list[ClientRow]: ...
     def __getitem__(self, at: int | slice) -> ClientRow | list[ClientRow]:
         if isinstance(at, slice):
-            return [self._row(report) for report in self.reports[at]]
-        return self._row(self.reports[at])
+            return [self._row(name) for name in self.names[at]]
+        return self._row(self.names[at])
+
+    @property
+    def told(self) -> Mapping[str, Sequence[Any]]:
+        """Each figure of all clients but those of their plans and their steps."""
+        if self._told is None:
+            self._told = self._accepted.figures(self.names)
+        return self._told
 
     def columns(self) -> dict[str, Sequence[Any]]:
         """Return each figure of all clients, without making their rows.
@@ -255,25 +259,11 @@ class ClientRows(Sequence[ClientRow]):
 
     def figures(self) -> dict[str, Sequence[Any]]:
         """Return each figure of all clients but those of their steps."""
-        reports, plans = self.reports, PlanTable.of(self.plans)
-        return {
-            "name": [one.name for one in reports],
-            "accumulation_steps": [one.num_steps for one in reports],
-            "micro_batch_size": [one.micro_batch_size for one in reports],
-            "num_examples": [one.num_examples for one in reports],
-            "num_refused": [one.num_refused for one in reports],
-            "weight": [one.weight for one in reports],
-            "seconds": [one.seconds for one in reports],
-            "loss": [one.loss_sum / one.weight for one in reports],
-            "peak_bytes": [one.peak_bytes for one in reports],
-            "reason": [one.reason for one in reports],
-            "plan": [plans.reason(one.name) for one in reports],
-            "num_joined": [one.num_joined for one in reports],
-            "num_left": [one.num_left for one in reports],
-        }
+        plans = PlanTable.of(self.plans)
+        return {**self.told, "plan": list(map(plans.reason, self.names))}
 
     def _steps(self) -> dict[str, Sequence[Any]]:
-        plain = self._plain_steps()
+        plain = self._accepted.plain_steps(self.names)
         if plain is not None:
             numbers, seconds, losses = plain
             none = [None] * len(seconds)
@@ -289,26 +279,9 @@ class ClientRows(Sequence[ClientRow]):
         flat = {name: [x for row in rows for x in getattr(row, name)] for name in lists}
         return {"num_steps": [len(row.step_seconds) for row in rows], **flat}
 
-    def _plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
-        """Return the steps' numbers, seconds and losses if all reports are rows of batches.
-
-        None if some are not, or their batch has more to tell of the steps.
-        """
-        places = [getattr(one, "place", None) for one in self.reports]
-        batches = {id(place[0]): place[0] for place in places if place is not None}
-        told = [one for batch in batches.values() if (one := batch.plain_steps) is not None]
-        if None in places or len(told) < len(batches):
-            return None
-        numbers, seconds, losses = map(np.concatenate, zip(*told, strict=True))
-        firsts = accumulate(map(len, batches.values()), initial=0)
-        first_of = dict(zip(batches, firsts, strict=False))
-        rows = np.array([first_of[id(place[0])] + place[1] for place in places if place])
-        counts, starts = numbers[rows], (np.cumsum(numbers) - numbers)[rows]
-        steps = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-        return counts.tolist(), seconds[steps].tolist(), losses[steps].tolist()
-
-    def _row(self, report: ReportFields) -> ClientRow:
-        plan = self.plans[report.name]
+    def _row(self, name: str) -> ClientRow:
+        plan = self.plans[name]
+        report = self._accepted[name]
         return client_row(report, plan_reason=plan.reason, moves_model=plan.moves_model)
 
 
@@ -318,7 +291,7 @@ def column_of(clients: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
     return [client[name] for client in clients] if column is None else column(name)
 
 
-def masked_client_row(answer: ReadyReport | ReportFields, plan: Plan) -> MaskedClientRow:
+def masked_client_row(answer: ReadyReport | UpdateReport, plan: Plan) -> MaskedClientRow:
     """Return the row of a client in a masked round, or in a private one."""
     return MaskedClientRow(
         name=answer.name,

@@ -8,19 +8,23 @@ take longer than the round.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, repeat
-from typing import overload
+from itertools import pairwise
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.messages import Step, StopReason, Vitals
+from headwater.common.messages import Step, UpdateReport
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_noise
-from headwater.server.aggregation.round_reports import ReportColumns, in_all
-from headwater.server.fleet import ReportBatch
+from headwater.server.aggregation.round_reports import (
+    ReportBatch,
+    ReportColumns,
+    in_all,
+    mean_loss,
+)
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.device_sums import DeviceSums, StepSums
 from headwater.simulation.fleet.devices import ClientPlan
@@ -58,7 +62,7 @@ class CohortReports(ReportBatch):
 
     @cached_property
     def columns(self) -> ReportColumns:
-        """See ``headwater.server.fleet.ReportBatch``."""
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         planned, ratio = self.planned, 1.0 if self.ratio is None else self.ratio
         summed = self.weight.astype(np.int64).tolist()
         is_scaled = self.ratio is not None
@@ -84,8 +88,26 @@ class CohortReports(ReportBatch):
         peaks: list[int] = np.maximum.reduceat(planned.peak_bytes, firsts).tolist()
         return peaks
 
+    def figures(self) -> dict[str, Sequence[Any]]:
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
+        columns, none = self.columns, [0] * len(self)
+        return {
+            "name": columns.names,
+            "accumulation_steps": columns.num_steps,
+            "micro_batch_size": self.planned.micro_batch_size.tolist(),
+            "num_examples": columns.num_examples,
+            "num_refused": columns.num_refused,
+            "weight": columns.sent_weight,
+            "seconds": columns.seconds,
+            "loss": list(map(mean_loss, columns.loss_sum, columns.sent_weight)),
+            "peak_bytes": self.peak_bytes,
+            "reason": self.planned.reasons,
+            "num_joined": none,
+            "num_left": none,
+        }
+
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
-        """See ``headwater.server.fleet.ReportBatch``."""
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         columns, planned, norms = self.columns, self.planned, self.norms
         if norms is None or self.update_norms is not None:  # local steps move the model
             return [NoiseSums(weight=float(sum(columns.sent_weight)))]
@@ -112,7 +134,7 @@ class CohortReports(ReportBatch):
 
     @property
     def norms_per_weight(self) -> Sequence[float] | None:
-        """See ``headwater.server.fleet.ReportBatch``."""
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         if self.norms is None:
             return None
         if self.update_norms is None:
@@ -124,13 +146,13 @@ class CohortReports(ReportBatch):
 
     @property
     def timing(self) -> tuple[Ints, Ints, Floats]:
-        """See ``headwater.server.fleet.ReportBatch``."""
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         planned = self.planned
         return planned.num_steps, planned.sizes, planned.step_seconds
 
     @property
     def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
-        """See ``headwater.server.fleet.ReportBatch``."""
+        """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         if self.norms is not None:
             return None
         weights, losses = self.sums.of_steps
@@ -213,131 +235,29 @@ class CohortReports(ReportBatch):
         return len(self.planned)
 
     @overload
-    def __getitem__(self, at: int) -> ReportView: ...
+    def __getitem__(self, at: int) -> UpdateReport: ...
     @overload
-    def __getitem__(self, at: slice) -> list[ReportView]: ...
-    def __getitem__(self, at: int | slice) -> ReportView | list[ReportView]:
+    def __getitem__(self, at: slice) -> list[UpdateReport]: ...
+    def __getitem__(self, at: int | slice) -> UpdateReport | list[UpdateReport]:
+        """Make a device's report, as it would send it."""
         if isinstance(at, slice):
-            return [ReportView(self, one) for one in range(*at.indices(len(self)))]
-        return ReportView(self, range(len(self))[at])
-
-    def __iter__(self) -> Iterator[ReportView]:
-        return map(ReportView, repeat(self), range(len(self)))
-
-
-class ReportView:
-    """One device's report: a ``common.messages.ReportFields``."""
-
-    __slots__ = ("_at", "_of")
-
-    def __init__(self, of: CohortReports, at: int) -> None:
-        self._of = of
-        self._at = at
-
-    @property
-    def place(self) -> tuple[CohortReports, int]:
-        """The reports that it is one of, and its row in them."""
-        return self._of, self._at
-
-    @property
-    def name(self) -> str:
-        return self._of.columns.names[self._at]
-
-    @property
-    def round(self) -> int:
-        return self._of.columns.round
-
-    @property
-    def num_examples(self) -> int:
-        return self._of.columns.num_examples[self._at]
-
-    @property
-    def weight(self) -> int:
-        return self._of.columns.sent_weight[self._at]
-
-    @property
-    def loss_sum(self) -> float:
-        return self._of.columns.loss_sum[self._at]
-
-    @property
-    def metric_sums(self) -> Mapping[str, float]:
-        return {name: sums[self._at] for name, sums in self._of.columns.metric_sums.items()}
-
-    @property
-    def micro_batch_size(self) -> int:
-        return int(self._of.planned.micro_batch_size[self._at])
-
-    @property
-    def num_refused(self) -> int:
-        return 0
-
-    @property
-    def num_joined(self) -> int:
-        return 0  # simulated data stay as they are
-
-    @property
-    def num_left(self) -> int:
-        return 0
-
-    @property
-    def seconds(self) -> float:
-        return self._of.columns.seconds[self._at]
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        return self._of.steps(self._at)
-
-    @property
-    def measured(self) -> Sequence[tuple[float, float]]:
-        planned = self._of.planned
-        own = planned.steps_of(self._at)
-        return list(
-            zip(planned.sizes[own].tolist(), planned.step_seconds[own].tolist(), strict=True)
+            return [self[one] for one in range(*at.indices(len(self)))]
+        at, planned, columns = range(len(self))[at], self.planned, self.columns
+        return UpdateReport.model_construct(
+            name=columns.names[at],
+            round=columns.round,
+            num_examples=columns.num_examples[at],
+            weight=columns.sent_weight[at],
+            loss_sum=columns.loss_sum[at],
+            metric_sums={name: sums[at] for name, sums in columns.metric_sums.items()},
+            micro_batch_size=int(planned.micro_batch_size[at]),
+            seconds=columns.seconds[at],
+            steps=self.steps(at),
+            reason=planned.reasons[at],
+            local_steps=int(planned.num_local_steps[at]),
+            unused=self.unused,
+            vitals=planned.vitals[at],
         )
-
-    @property
-    def num_steps(self) -> int:
-        return self._of.columns.num_steps[self._at]
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._of.peak_bytes[self._at]
-
-    @property
-    def summed_weight(self) -> int:
-        return self._of.columns.summed_weight[self._at]
-
-    @property
-    def has_norms(self) -> bool:
-        return self._of.norms is not None
-
-    @property
-    def local_steps(self) -> int:
-        return int(self._of.planned.num_local_steps[self._at])
-
-    @property
-    def unused(self) -> tuple[int, ...]:
-        return self._of.unused
-
-    @property
-    def num_windows(self) -> int:
-        return 1  # a simulated device has its link
-
-    @property
-    def clip_bit(self) -> None:
-        return None
-
-    @property
-    def reason(self) -> StopReason:
-        return self._of.planned.reasons[self._at]
-
-    @property
-    def vitals(self) -> Vitals:
-        return self._of.planned.vitals[self._at]
-
-    @property
-    def is_checkpointed(self) -> bool:
-        return False
 
 
 def _noise_of(

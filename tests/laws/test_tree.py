@@ -150,7 +150,7 @@ def test_an_aggregator_that_must_end_early_sends_the_sum_of_what_it_has() -> Non
     )
     vectors = updates(2)
     answers = [
-        Update(values_P=vector, report=cast(UpdateReport, one))
+        Update(values_P=vector, report=one)
         for vector, one in zip(vectors, branch().reports, strict=True)
     ]
     fleet = cast(Fleet, Interrupted(answers))

@@ -23,7 +23,6 @@ from headwater.server.operations.log_limits import RowsFile, older_file, tables_
 from headwater.server.operations.round_log import MAX_IN_LINE, ROUNDS, RoundLog, read_rows, rows_of
 from headwater.server.rounds.round_row import ClientRows, RoundRow
 from headwater.simulation.compute import batched
-from headwater.simulation.compute.report_columns import ReportView
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine
 
@@ -91,11 +90,10 @@ def test_clients_that_were_computed_in_several_blocks_are_in_the_order_of_the_pl
     run_engine(with_fleet(chosen), on_round=rows.append, resume=False)
     for row, read in zip(rows, read_rows(tmp_path), strict=True):
         assert isinstance(row.clients, ClientRows)
-        reports = {one.name: one for one in row.clients.reports}
-        blocks = {id(one.place[0]) for one in reports.values() if isinstance(one, ReportView)}
-        assert len(blocks) > 1
+        accepted = row.clients._accepted
+        assert len(accepted.blocks) > 1
         assert [*read["clients"]] == as_read(row)
-        turned = ClientRows(reports, dict(reversed(list(row.clients.plans.items()))))
+        turned = ClientRows(accepted, dict(reversed(list(row.clients.plans.items()))))
         assert [*ClientTable.of(turned.columns())] == as_read(row)[::-1]
 
 

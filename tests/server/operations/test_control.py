@@ -196,7 +196,7 @@ def test_the_peak_memory_that_an_update_hides_is_unknown_and_not_zero(
     plan = Plan(round=1, run_seed=0, model_version=0, quota=20, micro_batch_size=20)
     step = Step(num_examples=20, weight=20, loss=0.0, seconds=1.0, peak_bytes=peak)
     opened = opened_round({"pi": plan})
-    opened.accepted["pi"] = UpdateReport(
+    report = UpdateReport(
         name="pi",
         round=1,
         num_examples=20,
@@ -207,6 +207,7 @@ def test_the_peak_memory_that_an_update_hides_is_unknown_and_not_zero(
         steps=(step,),
         reason="quota",
     )
+    opened.accepted.add(report)
     run.control.closed(opened)
     assert run.device_records.get("pi").peak_bytes == shown
 

@@ -6,6 +6,7 @@ import json
 import math
 
 from headwater.common.messages import Plan, Step, UpdateReport
+from headwater.server.aggregation.round_reports import AcceptedReports
 from headwater.server.operations.round_log import row_to_dict
 from headwater.server.report.device_points import RoundParts, newest, parts_of
 from headwater.server.rounds.round_row import ClientRows
@@ -46,7 +47,9 @@ def test_reports_give_the_figures_of_their_rows() -> None:
         for name, done in (("a", steps), ("b", ()))
     }
     plan = {"round": 2, "run_seed": 0, "model_version": 1, "quota": 12, "micro_batch_size": 4}
-    rows = ClientRows(reports, {name: Plan(**plan, reason=f"why {name}") for name in reports})
+    accepted = AcceptedReports()
+    accepted.add(*reports.values())
+    rows = ClientRows(accepted, {name: Plan(**plan, reason=f"why {name}") for name in reports})
     lazy, made = parts_of(row(2, clients=rows)), parts_of(row(2, clients=[*rows]))
     assert points(lazy) == points(made)
     assert (lazy.point(0)["memory"], lazy.point(1)["memory"]) == (9, None)

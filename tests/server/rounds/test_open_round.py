@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headwater.common.messages import ReportFields, Step, Update, UpdateReport
+from headwater.common.messages import Step, Update, UpdateReport
 from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.round_reports import ReportColumns
-from headwater.server.fleet import Floats, Ints, ReportBatch, UpdateBlock
+from headwater.server.aggregation.round_reports import (
+    Floats,
+    Ints,
+    ReportBatch,
+    ReportColumns,
+    figures_of,
+)
+from headwater.server.fleet import UpdateBlock
 from headwater.server.rounds.open_round import OpenRound
 from tests.plans import plan_of
 
@@ -118,12 +125,15 @@ class Reports(ReportBatch):
     def __len__(self) -> int:
         return len(self._reports)
 
-    def __getitem__(self, at: int) -> ReportFields:  # type: ignore[override]
+    def __getitem__(self, at: int) -> UpdateReport:  # type: ignore[override]
         return self._reports[at]
 
     @property
     def columns(self) -> ReportColumns:
         return ReportColumns.of(*self._reports)
+
+    def figures(self) -> dict[str, Sequence[Any]]:
+        return figures_of(self._reports)
 
     @property
     def timing(self) -> tuple[Ints, Ints, Floats]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.messages import ReportFields, Update
+from headwater.common.messages import Update, UpdateReport
 from headwater.server.fleet import Answer, Dropout, UpdateBlock
 
 FIELDS = (
@@ -44,7 +44,7 @@ def singles(answers: Iterable[Answer]) -> Iterator[Single]:
             yield Single(name=answer.name, error=answer.error)
 
 
-def _single(values_P: Tensor, report: ReportFields) -> Single:
+def _single(values_P: Tensor, report: UpdateReport) -> Single:
     fields = {name: getattr(report, name) for name in FIELDS}
     return Single(name=report.name, values_P=values_P.clone(), report=fields)
 

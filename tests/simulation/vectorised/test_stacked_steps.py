@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.common.local_training.local_terms import LocalTerms, local_terms
-from headwater.common.messages import ReportFields, Update
+from headwater.common.messages import Update, UpdateReport
 from headwater.common.settings.sources import load
 from headwater.server.fleet import UpdateBlock
 from headwater.simulation.compute.batched import BatchedCompute
@@ -92,7 +92,7 @@ def test_local_steps_in_one_pass_give_each_device_s_own_update(
         assert isinstance(answer, Update)
         alone[answer.name] = Update(values_P=answer.values_P.clone(), report=answer.report)
     total_P = torch.zeros(len(image.values_P), dtype=torch.float64)
-    reports: dict[str, ReportFields] = {}
+    reports: dict[str, UpdateReport] = {}
     for batch in batched.train(clients, image, run_id=1, timeout_seconds=None):
         assert isinstance(batch, UpdateBlock)
         total_P += batch.vectors[0]
@@ -110,7 +110,7 @@ def test_local_steps_in_one_pass_give_each_device_s_own_update(
         assert as_plain(reports[name]) == pytest.approx(as_plain(one.report), rel=1e-4, abs=1e-4)
 
 
-def as_plain(report: ReportFields) -> dict[str, Any]:
+def as_plain(report: UpdateReport) -> dict[str, Any]:
     """Return a report's numbers by name."""
     plain = {
         name: getattr(report, name)
