@@ -201,6 +201,10 @@ class AcceptedReports(Mapping[str, UpdateReport]):
         self.blocks.append(block)
         self._found |= zip(block.columns.names, zip(repeat(block), count()), strict=False)
 
+    def has_none(self, names: Iterable[str]) -> bool:
+        """Whether none of these clients is among them."""
+        return self._found.keys().isdisjoint(names)
+
     @property
     def single(self) -> list[UpdateReport]:
         """Those that came alone."""

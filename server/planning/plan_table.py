@@ -105,9 +105,9 @@ class PlanTable(Mapping[str, Plan]):
 
     def of_each(self, figure: Callable[[NamedTerms], Any]) -> list[Any]:
         """Return what follows from each client's terms alone; found once for each kind of them."""
-        kinds = {id(terms): terms for terms in self.terms}
+        kinds = dict(zip(map(id, self.terms), self.terms, strict=True))
         found = {key: figure(terms) for key, terms in kinds.items()}
-        return [found[id(terms)] for terms in self.terms]
+        return list(map(found.__getitem__, map(id, self.terms)))
 
     def of_each_kind(self) -> list[Plan]:
         """Return a plan of each kind of terms."""
@@ -116,7 +116,7 @@ class PlanTable(Mapping[str, Plan]):
 
     def at(self, names: Iterable[str]) -> Ints:
         """Return these clients' rows."""
-        return np.array(list(map(self.rows.__getitem__, names)), dtype=np.int64)
+        return np.fromiter(map(self.rows.__getitem__, names), np.int64)
 
     def some(self, names: Sequence[str]) -> PlanTable:
         """Return the plans of these clients."""

@@ -93,6 +93,8 @@ class OpenRound:
         self.extra = extra
         self.plans = plans
         self._table: tuple[Mapping[str, Plan], PlanTable] | None = None
+        self._limits = np.zeros((0, 3), dtype=np.int64)
+        """Of each plan of the table: the round, the most examples, and a set weight or 0."""
         self.num_left_out = num_left_out
         self.accepted = AcceptedReports()
         self.ready: dict[str, ReadyReport] = {}
@@ -126,6 +128,12 @@ class OpenRound:
         """The plans in columns."""
         if self._table is None or self._table[0] is not self.plans:
             self._table = self.plans, PlanTable.of(self.plans)
+            plans = self._table[1]
+            weights = np.where(
+                plans.of_each(_has_planned_weight), plans.quota * self._max_weight, 0
+            )
+            weights = np.where(plans.weigh_as > 0, plans.weigh_as, weights)
+            self._limits = np.stack([plans.round, plans.max_examples, weights], axis=1)
         return self._table[1]
 
     @property
@@ -406,20 +414,16 @@ class OpenRound:
             CountOutOfRange: see ``_check_counts``.
         """
         names, different, plans = columns.names, set(columns.names), self.table
-        if not (self.plans.keys() >= different and self.accepted.keys().isdisjoint(different)):
+        if not (plans.rows.keys() >= different and self.accepted.has_none(different)):
             for name in names:
                 self._check_awaited(name, columns.round, self.accepted)
         if len(different) < len(names):
             raise UnexpectedUpdate(f"a client is twice in a batch of {len(names)} updates")
-        at = plans.at(names)
-        most, weights = plans.max_examples[at], plans.weigh_as[at]
-        is_planned = np.array(plans.of_each(_has_planned_weight))[at]
+        rounds, most, planned = self._limits[plans.at(names)].T
         num_examples, sent = np.array(columns.num_examples), np.array(columns.sent_weight)
-        planned = np.where(weights > 0, weights, plans.quota[at] * self._max_weight)
-        is_set = is_planned | (weights > 0)
-        is_right = (plans.round[at] == columns.round) & (num_examples > 0) & (num_examples <= most)
+        is_right = (rounds == columns.round) & (num_examples > 0) & (num_examples <= most)
         is_right &= np.where(
-            is_set, sent == planned, (sent >= 0) & (sent <= num_examples * self._max_weight)
+            planned > 0, sent == planned, (sent >= 0) & (sent <= num_examples * self._max_weight)
         )
         is_right &= np.array(columns.num_steps) <= most + 1
         for row in np.flatnonzero(~is_right).tolist():  # this one says what is wrong with it
