@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headwater.common.model.trained_model import load_model
     from headwater.common.sums.encoded_vector import EncodedVector
     from headwater.common.sums.tensor_field import Values
+    from headwater.common.task_of_parts.task_of_parts import Task
     from headwater.common.terms import SumOf, Terms
     from headwater.server.api import serve
     from headwater.server.flower.sum_of_gradients import SumOfGradients
@@ -47,6 +48,7 @@ __all__ = [
     "ServerFeature",
     "SumOf",
     "SumOfGradients",
+    "Task",
     "Terms",
     "Values",
     "__version__",
@@ -70,6 +72,7 @@ _MODULES = {
     "ServerFeature": "headwater.server.own_feature.server_feature",
     "SumOf": "headwater.common.terms",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
+    "Task": "headwater.common.task_of_parts.task_of_parts",
     "Terms": "headwater.common.terms",
     "Values": "headwater.common.sums.tensor_field",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",

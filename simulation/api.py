@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import SettingsError
@@ -14,6 +16,8 @@ from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.task import Task
+from headwater.common.task_of_parts.metrics import Asked
+from headwater.common.task_of_parts.task_of_parts import PARTS, task_of
 from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
 from headwater.server.rounds.observer import Observers
@@ -25,8 +29,13 @@ from headwater.simulation.run import run_engine
 
 @api_function
 def simulate(
-    task: Task | type[Task] | str | Path,
+    task: Task | type[Task] | str | Path | None = None,
     *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    examples: Any = None,
+    loss: Any = None,
+    test: Any = None,
+    metrics: Asked = None,
     clients: int | None = None,
     data: str | None = None,
     rounds: int | None = None,
@@ -63,6 +72,12 @@ def simulate(
 
     Args:
         task: an object with a task's methods, its class, or ``FILE.py:Class`` as for ``--task``.
+        model: of a task made of parts, in the place of ``task`` (``headwater.Task``): a function
+            that builds it, or the module.
+        examples: the data set, dealt out to the clients.
+        loss: one of torch's, as in ``nn.CrossEntropyLoss()``.
+        test: a data set to test on.
+        metrics: names, as in ``"accuracy"``, or functions by name.
         clients: number of simulated clients.
         data: one file or folder a client, as in ``devices/*.csv``; not given: parts of the task's.
         rounds: server steps to take.
@@ -99,7 +114,9 @@ def simulate(
     Raises:
         HeadwaterError: see ``headwater.common.errors``.
     """
-    call = Call("simulate", locals())  # nothing but the arguments so far
+    arguments = locals()  # nothing but the arguments so far
+    parts = {name: arguments.pop(name) for name in PARTS}
+    call = Call("simulate", {**arguments, "task": task_of(task, parts)})
     with (
         one_run_at_a_time(),
         caller_state(is_silent=not progress),

@@ -1,0 +1,141 @@
+"""``headwater.Task``: a model, a data set and a loss of torch's as a task."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from headwater.common.errors import TaskError
+from headwater.common.task import Examples
+from headwater.common.task_of_parts.losses import WEIGHT_UNIT, summed_loss
+from headwater.common.task_of_parts.metrics import Asked, metrics_of
+
+PARTS = ("model", "examples", "loss", "test", "metrics")
+"""The arguments of a call that make a task."""
+SPLIT_SEED = 0
+"""Of the order in which a data set is dealt out to the parts."""
+
+
+class TaskOfParts:
+    """A task made from a model, a data set and a loss.
+
+    Args:
+        model: a function or class that builds it, or the module; each use is a copy.
+        examples: a map-style data set of (input, target) or (input, ..., target), dealt out evenly
+            to simulated clients, or by ``partition``; or a function of a device's ``data`` path
+            that opens one.
+        loss: one of torch's, a module or a function, as in ``nn.CrossEntropyLoss(weight=w)``. Its
+            mean becomes a sum with its weight; class weights and ``ignore_index`` count.
+        test: a data set that the server tests on.
+        metrics: names (``accuracy``; ``mae``, ``mse``), or functions of outputs and targets that
+            return the sum over a batch, by name. None: what fits the loss.
+        collate: joins examples to a batch; None: as torch's DataLoader does.
+
+    Raises:
+        TaskError: a part is none, or the loss is none whose mean is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        examples: Any,
+        loss: Any,
+        test: Examples | None = None,
+        metrics: Asked = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if not (isinstance(model, nn.Module) or callable(model)):
+            raise TaskError(
+                f"model is a {type(model).__name__}",
+                remedy="give a function that builds it, as in model=lambda: nn.Linear(4, 1)",
+            )
+        if not (isinstance(examples, Examples) or callable(examples)):
+            raise TaskError(
+                f"examples is a {type(examples).__name__}, without a length and items",
+                remedy="give a map-style data set of (input, target) pairs, or a function of "
+                "--data's path that opens one",
+            )
+        self._model, self._examples = model, examples
+        self._loss = summed_loss(loss)
+        self._metrics = metrics_of(metrics, self._loss)
+        if self._loss.class_weights is not None:
+            self.weight_unit = WEIGHT_UNIT
+        if test is not None:
+            self.test_examples = lambda: test
+        if collate is not None:
+            self.collate = collate
+
+    def new_model(self) -> nn.Module:
+        """Return a copy of the model: a function may return the same one each time."""
+        built = self._model if isinstance(self._model, nn.Module) else self._model()
+        return copy.deepcopy(built) if isinstance(built, nn.Module) else built
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Examples:
+        """Open a device's data, or deal a part of the data set out."""
+        if not isinstance(self._examples, Examples):
+            takes_data = bool(inspect.signature(self._examples).parameters)
+            opened: Examples = self._examples(data) if takes_data else self._examples()
+        elif data is not None:
+            raise ValueError(
+                "the task has a data set of its own: leave --data out, or make the "
+                "task of a function that opens one, as in examples=open_folder"
+            )
+        else:
+            opened = self._examples
+        if num_parts == 1:
+            return opened
+        dealt = torch.randperm(len(opened), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        own: Examples = Subset(opened, dealt[part::num_parts].tolist())  # type: ignore[arg-type]
+        return own
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return the summed loss, its weight and the metrics' sums."""
+        *inputs, targets = batch
+        outputs = model(*inputs)
+        loss, weight = self._loss.of(outputs, targets)
+        with torch.no_grad():
+            found = outputs.detach()
+            sums = {name: metric(found, targets) for name, metric in self._metrics.items()}
+        return loss, weight, sums
+
+    @cached_property
+    def max_weight_per_example(self) -> float:
+        """The most that an example weighs, by the first one's target."""
+        if not isinstance(self._examples, Examples) or not len(self._examples):
+            return self._loss.max_weight(None)
+        return self._loss.max_weight(self._examples[0][-1])
+
+
+def task_of(task: Any, parts: dict[str, Any]) -> Any:
+    """Return the task of a call: the one that it names, or one of the parts that it gives.
+
+    Raises:
+        TaskError: it gives both, or none, or not all parts.
+    """
+    given = {name: part for name, part in parts.items() if part is not None}
+    missing = [name for name in ("model", "examples", "loss") if name not in given]
+    if task is not None and not given:
+        return task
+    if task is not None:
+        raise TaskError(
+            f"a task is given, and {', '.join(given)} beside it", remedy="give one of the two"
+        )
+    if missing:
+        raise TaskError(
+            f"no task is given, nor {', '.join(missing)}",
+            remedy="give a task, or model=, examples= and loss=",
+        )
+    return TaskOfParts(**given)
+
+
+Task = TaskOfParts
+"""Its public name, ``headwater.Task``."""
