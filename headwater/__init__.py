@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headwater.common.task_of_parts.task_of_parts import Task
     from headwater.common.terms import SumOf, Terms
     from headwater.server.api import serve
+    from headwater.server.evaluation_api import evaluate
     from headwater.server.flower.sum_of_gradients import SumOfGradients
     from headwater.server.own_feature.server_feature import ServerFeature
     from headwater.server.round_records import RoundRecords, load_rounds
@@ -53,6 +54,7 @@ __all__ = [
     "Values",
     "__version__",
     "chunked_cross_entropy",
+    "evaluate",
     "load_model",
     "load_rounds",
     "serve",
@@ -76,6 +78,7 @@ _MODULES = {
     "Terms": "headwater.common.terms",
     "Values": "headwater.common.sums.tensor_field",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
+    "evaluate": "headwater.server.evaluation_api",
     "load_model": "headwater.common.model.trained_model",
     "load_rounds": "headwater.server.round_records",
     "serve": "headwater.server.api",

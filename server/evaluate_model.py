@@ -126,7 +126,7 @@ def evaluate(
                 "the task has no test_examples", remedy="name examples to test on with --data PATH"
             )
         opened = [("test examples", test_examples)]
-    results = [_sums(chosen, model, name, examples) for name, examples in opened]
+    results = [sums_on(chosen, model, name, examples) for name, examples in opened]
     if len(results) > 1:
         results.append(_total(results))
     return EvaluatedModel(file=file, record=record, results=results, empty=empty)
@@ -151,7 +151,12 @@ def _opened(task: Task, paths: Sequence[str]) -> tuple[list[tuple[str, Examples]
     return opened, [*empty]
 
 
-def _sums(task: Task, model: nn.Module, name: str, examples: Examples) -> DataResult:
+def sums_on(task: Task, model: nn.Module, name: str, examples: Examples) -> DataResult:
+    """Return a model's sums on examples, which are called ``name``.
+
+    Raises:
+        TaskFailed, TaskError: the task fails on all of them, or breaks a rule.
+    """
     with running(f"the evaluation on {name}"):
         total = evaluate_sums(task, model, examples, MICRO_BATCH_SIZE)
     return DataResult(

@@ -19,6 +19,9 @@ from headwater.server.rounds.round_row import RoundRow
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from headwater.common.task import Examples
+    from headwater.server.evaluate_model import DataResult
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -30,6 +33,8 @@ class Run:
     """As ``model``, but the parameters that stayed on the clients, if any, are untrained."""
     history: list[RoundRow]
     """The rounds, each with the figures of each client; of a resumed run those before, too."""
+    task: Any = field(default=None, repr=False)
+    """The task, if it was given as an object or a class and not by the name of its file."""
 
     @property
     def model(self) -> nn.Module:
@@ -53,6 +58,16 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """The metrics after the last round; empty if there was none."""
         return dict(self.history[-1].metrics) if self.history else {}
+
+    def evaluate(self, examples: Examples | None = None) -> DataResult:
+        """Test the model on examples, or on the task's test examples.
+
+        Raises:
+            HeadwaterError: see ``headwater.evaluate``.
+        """
+        from headwater.server.evaluation_api import evaluate
+
+        return evaluate(self.model, examples, task=self.task or self.settings.task)
 
     def table(self) -> list[dict[str, float]]:
         """Return a flat dictionary of numbers for each round, as pandas takes them."""
@@ -95,7 +110,9 @@ class Run:
 class RunRecorder(Observer):
     """Collects a run's rows, and its model."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Any = None) -> None:
+        """``task`` is the one that was given as an object; None: it is in a file."""
+        self._task = task
         self._settings: Settings | None = None
         self._model: nn.Module | None = None
         self._rows: list[RoundRow] = []
@@ -113,7 +130,12 @@ class RunRecorder(Observer):
         """The run, after its end."""
         assert self._settings is not None  # the run has started
         assert self._model is not None
-        return Run(settings=self._settings, shared_model=self._model.eval(), history=self._rows)
+        return Run(
+            settings=self._settings,
+            shared_model=self._model.eval(),
+            history=self._rows,
+            task=self._task,
+        )
 
 
 def _png(figure: Figure) -> bytes:

@@ -168,6 +168,10 @@ def test_five_lines_train_and_test_a_classifier() -> None:
     with torch.no_grad():
         right = (run.model(inputs[500:]).argmax(1) == wanted[500:]).float().mean().item()
     assert run.history[-1].metrics["test_accuracy"] == pytest.approx(right)
+    assert run.evaluate().metrics == {"accuracy": pytest.approx(right)}
+    trained = TensorDataset(inputs[:500], wanted[:500])
+    mean = functional.cross_entropy(run.model(trained.tensors[0]), trained.tensors[1]).item()
+    assert run.evaluate(trained).loss == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""``headwater.evaluate``: a model's loss and metrics on examples, from a notebook or a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headwater.common.errors import MissingData, TaskError
+from headwater.common.model.trained_model import load_module, model_file, read_model
+from headwater.common.model.trained_model import task_of as task_of_record
+from headwater.common.task import Task, load_task
+from headwater.common.task_of_parts.metrics import Asked
+from headwater.common.task_of_parts.task_of_parts import TaskOfParts
+from headwater.server.evaluate_model import DataResult, sums_on
+from headwater.server.rounds.evaluation import open_test_examples
+
+
+def evaluate(
+    model: nn.Module | str | Path,
+    examples: Any = None,
+    *,
+    task: Task | type[Task] | str | Path | None = None,
+    loss: Any = None,
+    metrics: Asked = None,
+) -> DataResult:
+    """Test a model on examples; return its mean loss and metrics, and how many were left out.
+
+    Args:
+        model: a module, or a run's folder or its model's file.
+        examples: a map-style data set; not given: the task's test examples.
+        task: an object with a task's methods, its class, or ``FILE.py:Class``; not given: that of
+            the run, or one of ``loss``.
+        loss: one of torch's, in the place of a task: its mean over the examples.
+        metrics: beside ``loss``: names, as in ``"accuracy"``, or functions by name.
+
+    Raises:
+        TaskError: neither task nor loss is given with a module, or both are.
+        MissingData: there are no examples.
+        HeadwaterError: the model cannot be read; or the task fails on all examples.
+    """
+    if task is not None and loss is not None:
+        raise TaskError("a task is given, and a loss beside it", remedy="give one of the two")
+    chosen = _task(task)
+    if loss is not None:
+        parts = TaskOfParts(model=_no_model, examples=examples, loss=loss, metrics=metrics)
+        chosen = parts
+    if not isinstance(model, nn.Module):
+        file = model_file(Path(model))
+        record, state = read_model(file)
+        chosen = chosen or task_of_record(None, record, file)
+        model = load_module(chosen, record, state, file)
+    if chosen is None:
+        raise TaskError(
+            "neither a task nor a loss is given, by which the model is tested",
+            remedy="give task=, or loss=nn.CrossEntropyLoss() or another one of torch's",
+        )
+    name = "examples"
+    if examples is None:
+        examples, name = open_test_examples(chosen, model), "test examples"
+    if examples is None:
+        raise MissingData(
+            "there are no examples to test on",
+            remedy="give examples=, or a task with test_examples",
+        )
+    return sums_on(chosen, model, name, examples)
+
+
+def _task(given: Any) -> Task | None:
+    if given is None or not isinstance(given, str | Path | type):
+        found: Task | None = given
+        return found
+    return given() if isinstance(given, type) else load_task(str(given))
+
+
+def _no_model() -> nn.Module:
+    raise TaskError("a task of a loss alone builds no model")

@@ -1,0 +1,87 @@
+"""``headwater.evaluate`` gives what a plain loop over all examples gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import headwater
+from headwater.common.errors import MissingData, TaskError
+
+TASK = "examples/digits.py:Digits"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> headwater.Run:
+    out = tmp_path_factory.mktemp("run")
+    return headwater.simulate(TASK, clients=4, rounds=3, out=out, progress=False)
+
+
+def test_a_run_a_folder_and_a_module_are_tested_alike(run: headwater.Run) -> None:
+    out = run.settings.out
+    assert out is not None
+    found = [
+        run.evaluate(),
+        headwater.evaluate(out),
+        headwater.evaluate(out / "model.safetensors"),
+        headwater.evaluate(run.model, task=TASK),
+    ]
+    for one in found:
+        assert one.metrics["accuracy"] == pytest.approx(run.metrics["test_accuracy"])
+        assert one.loss == pytest.approx(run.metrics["test_loss"])
+
+
+def test_a_loss_of_torch_s_is_enough_to_test_a_module() -> None:
+    torch.manual_seed(0)
+    model, inputs, targets = nn.Linear(5, 3), torch.randn(40, 5), torch.randint(0, 3, (40,))
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    loss = nn.CrossEntropyLoss(weight=weights)
+    found = headwater.evaluate(model, TensorDataset(inputs, targets), loss=loss)
+    with torch.no_grad():
+        assert found.loss == pytest.approx(loss(model(inputs), targets).item(), rel=1e-4)
+    assert found.num_examples == 40
+
+
+def test_examples_that_cannot_be_tested_are_left_out_and_counted() -> None:
+    inputs = torch.randn(10, 5)
+    inputs[3] = float("nan")
+    found = headwater.evaluate(
+        nn.Linear(5, 1), TensorDataset(inputs, torch.zeros(10, 1)), loss=nn.MSELoss()
+    )
+    assert (found.num_examples, found.num_left_out) == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, TaskError),
+        ({"task": TASK, "loss": nn.MSELoss()}, TaskError),
+        ({"loss": nn.MSELoss()}, TaskError),
+        ({"task": "tests/server/test_evaluation_api.py:Untested"}, MissingData),
+    ],
+)
+def test_what_is_missing_is_named_with_a_remedy(
+    given: dict[str, Any], error: type[headwater.HeadwaterError]
+) -> None:
+    with pytest.raises(error) as found:
+        headwater.evaluate(nn.Linear(5, 1), **given)
+    assert found.value.remedy
+
+
+class Untested:
+    """A task without test examples."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(5, 1)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.zeros(2, 5), torch.zeros(2, 1))
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        inputs, targets = batch
+        return (model(inputs) - targets).square().sum(), len(targets)
