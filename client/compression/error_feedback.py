@@ -124,7 +124,8 @@ class ErrorFeedback:
             StateError: the residual could not be stored; the one before is intact.
         """
         coding, stored = coding_of(plan), self._stored()
-        base = self._counted(stored, plan)
+        # What a masked sum left out is sent in masked sums alone.
+        base = self._counted([one for one in stored if one.label is None], plan)
         if base is not None:
             add_in_chunks(update.values_P, base.values_P)
         if not all_finite(update.values_P):

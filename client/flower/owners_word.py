@@ -16,7 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.schema import PrivacySettings, SecureSettings, Settings
+from headwater.common.settings.schema import (
+    PartitionSettings,
+    PrivacySettings,
+    SecureSettings,
+    Settings,
+)
 
 MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
@@ -74,6 +79,14 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
         delta = min(found.delta, privacy.delta)
         privacy = privacy.model_copy(
             update={"budget": min(budgets), "unit": found.unit, "delta": delta}
+        )
+    is_limited = owners.aggregation != "off" or budget is not None
+    if is_limited and settings.partition != PartitionSettings():
+        raise SettingsError(
+            f"the run divides each node's own data ({settings.partition.kind}), and this node's "
+            "owner requires masks or a privacy budget: a rule of the run's could leave this node "
+            "hardly an example, or all others",
+            remedy="leave partition.* out of the run's configuration; divide the data on the nodes",
         )
     return settings.model_copy(update={"secure": secure, "privacy": privacy})
 

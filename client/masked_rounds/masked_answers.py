@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from flwr.app import RecordDict
@@ -36,6 +38,7 @@ from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import (
     PlanRepeats,
     answer_after,
+    check_passed,
     check_repeats,
     most_planned,
 )
@@ -77,7 +80,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     model = trainer.image.digest
     sampler = _follow_repeats(request, plan, model=model)
     order_seed = order_seed_of(request, plan)
-    examples, left_out = _unmasked_examples(request, plan, sampler, order_seed, model=model)
+    window = _unmasked_window(request, plan, sampler, order_seed, model=model)
     update: Update | None = None
     own = own_rounds(plan, request.settings, request.feature_store)
     is_active = request.settings.secure.aggregation == "active"
@@ -87,12 +90,12 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         update, after = trainer.train(
             identity,
             hardware,
-            plan,
+            window.plan,
             sampler,
             spool=spool_of(context, identity.name),
             algorithm=algorithm,
             order_seed=order_seed,
-            left_out=left_out,
+            left_out=window.left_out,
             store=request.local_store,
             more=own,
         )
@@ -106,11 +109,10 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         log.warning(
             text, identity.name, plan.round, type(error).__name__, error, exc_info=not is_own
         )
-        update, after = None, trainer.skip(identity, plan, sampler, order_seed)
+        update, after = None, trainer.skip(identity, window.plan, sampler, order_seed)
     records.save_state(context, SAMPLER, after)
     for one in () if is_active else own:
         one.keep()
-    _add_pending(request, plan, update, model=model, examples=examples)
     seconds = None
     if request.is_simulated:
         passed_seconds = 0.0 if update is None else update.report.seconds
@@ -118,7 +120,11 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     else:
         passed_seconds = time.monotonic() - start_seconds
         left_seconds = answer_after(plan, passed_seconds) - passed_seconds
-        trainer.stop_requested.wait(max(left_seconds, 0.0))
+        is_stopped = trainer.stop_requested.wait(max(left_seconds, 0.0))
+        if is_active and is_stopped:
+            passed_seconds = time.monotonic() - start_seconds
+            check_passed(plan, request.speed, passed_seconds, name=identity.name)
+    _add_pending(request, plan, update, model=model, examples=window.examples)
     return padded(ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals))
 
 
@@ -141,27 +147,53 @@ def order_seed_of(request: DeviceRequest, plan: Plan) -> int:
     return plan.run_seed if chosen == 0 else seed_of("masked order", plan.run_seed, chosen)
 
 
-def _unmasked_examples(
+class UnmaskedWindow(NamedTuple):
+    """The examples of a masked plan that were never masked at its model."""
+
+    plan: Plan
+    """The plan of a window that has as many of these as the plan asks for, with the others."""
+    examples: tuple[int, ...]
+    left_out: frozenset[int]
+    """The places of the others in the window."""
+
+
+def _unmasked_window(
     request: DeviceRequest, plan: Plan, sampler: SamplerState, order_seed: int, *, model: bytes
-) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return the examples of a plan that were never masked at its model, and the others' places.
+) -> UnmaskedWindow:
+    """Return the window of a plan; of active masks wider by the examples masked at its model.
+
+    A server that lies may send another run's seed at one model. That is another order, in which
+    those may lie anywhere: with half a window each, members would hide less than is planned.
 
     Raises:
         UpdateAlreadyMasked: see ``check_repeats``.
     """
-    sampler = sampler.settle(plan.counted_round)
-    numbers = request.trainer.numbers(request.identity, plan, sampler, order_seed)
-    masked = history_of(request).masked_at(model)
+    sampler, trainer = sampler.settle(plan.counted_round), request.trainer
+    history, identity = history_of(request), request.identity
+    numbers = trainer.numbers(identity, plan, sampler, order_seed)
+    masked, wider, num_wanted = history.masked_at(model), plan, len(numbers)
     check_repeats(
         plan,
-        name=request.identity.name,
-        num_planned_before=history_of(request).num_planned_at(model),
-        most=most_planned(request.settings.secure, len(request.trainer.examples(request.identity))),
+        name=identity.name,
+        num_planned_before=history.num_planned_at(model),
+        most=most_planned(request.settings.secure, len(trainer.examples(identity))),
     )
+    left_out = _places_in(masked, numbers)
+    is_filled = request.settings.secure.aggregation == "active" and not plan.is_private
+    while is_filled and len(numbers) - len(left_out) < num_wanted:
+        wider = plan.model_copy(update={"quota": plan.quota + len(left_out)})
+        before, numbers = numbers, trainer.numbers(identity, wider, sampler, order_seed)
+        left_out = _places_in(masked, numbers)
+        if len(numbers) == len(before):  # all that it owns
+            break
+    unmasked = tuple(number for number in numbers if number not in masked)
+    return UnmaskedWindow(wider, unmasked, left_out)
+
+
+def _places_in(masked: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
     if not masked:
-        return numbers, frozenset()
-    left_out = frozenset(place for place, number in enumerate(numbers) if number in masked)
-    return tuple(number for number in numbers if number not in masked), left_out
+        return frozenset()
+    return frozenset(place for place, number in enumerate(numbers) if number in masked)
 
 
 def _add_pending(

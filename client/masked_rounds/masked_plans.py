@@ -56,6 +56,9 @@ class MaskedPlans(PlanFeature):
         # Checks the task, not under a model of the server's choice.
         request.trainer.examples(request.identity)
         load_model(request, plan)
+        if request.settings.secure.aggregation == "active" and not request.is_simulated:
+            # A share that falls in the round cuts no window: the next plan counts on the new one.
+            plan = plan.model_copy(update={"share": None})
         return train_masked(request, plan)
 
     def check_test(self, request: DeviceRequest) -> None:

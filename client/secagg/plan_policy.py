@@ -29,6 +29,9 @@ from headwater.common.settings.schema import SecureSettings
 from headwater.common.stats.linear_fit import Line
 
 LEAST_TIME = 0.8
+# A plan may be answered after this many times what it takes, or after an hour: a masked device is
+# silent until then, for any server.
+MOST_TIMES, MOST_IDLE = 200.0, 3600.0
 """Of the time that a device needs for its quota, by its own figures: a plan gives at least this."""
 
 
@@ -146,9 +149,14 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
         )
     limits = (plan.answer_by, plan.deadline_seconds, plan.finish_seconds)
     given = min((seconds for seconds in limits if seconds is not None), default=math.inf)
-    needed = 0.0
-    if pace is not None:
-        needed = plan.accumulation_steps * pace.base + plan.quota * pace.each
+    needed = 0.0 if pace is None else _seconds_of(plan, pace)
+    idle = plan.answer_by
+    if pace is not None and idle is not None and idle > max(MOST_TIMES * needed, MOST_IDLE):
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: the plan is answered after {idle:,.0f} s, and this "
+            f"device told that its part takes {needed:.3g} s: it would be silent until then",
+            remedy="lower secure.answer_factor on the server",
+        )
     if given < LEAST_TIME * needed:
         raise MaskingTooWeak(
             f"{name}, round {plan.round}: the plan gives {given:.3g} s for {plan.quota} examples "
@@ -156,6 +164,28 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
             f"{needed:.3g} s: what it leaves out would show the other members' parts",
             remedy="raise --deadline, or ask for fewer examples",
         )
+
+
+def check_passed(plan: Plan, pace: Line | None, seconds: float, *, name: str) -> None:
+    """Check that a window that the owner's limits or a signal ended had time for its quota.
+
+    A server that knows when devices leave could plan just before that. What decides is the clock
+    alone, whether the window was done by then or not.
+
+    Raises:
+        MaskingTooWeak: it had not, so the device is in no session with what it has summed.
+    """
+    needed = 0.0 if pace is None else _seconds_of(plan, pace)
+    if seconds < LEAST_TIME * needed:
+        raise MaskingTooWeak(
+            f"{name}, round {plan.round}: this device was stopped after {seconds:.3g} s of "
+            f"{needed:.3g} s: the little that it has summed would show the other members' parts",
+            remedy="nothing is to be done: it takes part again when it is back",
+        )
+
+
+def _seconds_of(plan: Plan, pace: Line) -> float:
+    return plan.accumulation_steps * pace.base + plan.quota * pace.each
 
 
 def check_share(plan: Plan, given: float, *, name: str) -> None:

@@ -174,3 +174,18 @@ def test_a_limit_under_a_misspelt_key_is_named(key: str, meant: str) -> None:
 def test_keys_that_are_no_limits_are_left_alone() -> None:
     keys = ("name", "partition-id", "num-partitions", "data", "state", "runtime", "share", "color")
     as_owner_requires(of_a_run(), dict.fromkeys(keys, 1))
+
+
+@pytest.mark.parametrize("owners", [{"secure-aggregation": "semi-honest"}, {"privacy-budget": 3.0}])
+@pytest.mark.parametrize(
+    "partition", [{"kind": "iid", "examples_per_device": 1}, {"kind": "quantity:5"}]
+)
+def test_a_run_divides_no_node_s_own_data_where_its_owner_sets_limits(
+    owners: dict[str, Any], partition: dict[str, Any]
+) -> None:
+    """One example is below each ``min-quota``; a seed leaves all nodes but one hardly any."""
+    run = load(None, {f"partition.{name}": value for name, value in partition.items()})
+    assert as_owner_requires(run, {}).partition == run.partition
+    with pytest.raises(SettingsError) as error:
+        as_owner_requires(run, owners)
+    assert "partition" in str(error.value.remedy)

@@ -12,9 +12,10 @@ from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLab
 from headwater.client.compression.residual_slots import ResidualsByCall
 from headwater.common.compression.encoding import coding_of
 from headwater.common.compression.terms import CompressionTerms
-from headwater.common.messages import Plan
+from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
 from tests.masked import plan as masked_plan
+from tests.plans import plan_of as plain_plan_of
 
 P = 300
 EPS = 2.0**-24
@@ -237,3 +238,28 @@ def test_the_carried_weight_is_the_same_whatever_the_examples_were() -> None:
             device.counted = number
     assert told[:19] == told[19:]
     assert told[18] > 3 * WEIGHT
+
+
+def test_what_a_masked_sum_left_out_is_in_no_plain_update() -> None:
+    """Another server may say that its run is the masked one, and ask in clear."""
+    device = Device("pi", np.random.default_rng(0))
+    device.train(first := plan_of(1, None, 0.2))
+    device.mask(first)
+    assert device.left().abs().max() > 0
+    terms = CompressionTerms(method="int8", fraction=0.1)
+    asked = plain_plan_of(
+        round=2,
+        run_seed=1,
+        model_version=1,
+        quota=1,
+        micro_batch_size=1,
+        counted_round=1,
+        compression=terms,
+    )
+    report = UpdateReport(
+        name="pi", round=2, num_examples=1, weight=1, loss_sum=0.0, micro_batch_size=1,
+        seconds=1.0, steps=(), reason="quota",
+    )  # fmt: skip
+    data = device.feedback().encode(Update(values_P=torch.zeros(P), report=report), asked)
+    assert asked.coding is not None
+    assert not asked.coding.read(data, "pi", P).tensor().any()
