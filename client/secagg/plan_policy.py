@@ -29,9 +29,9 @@ from headwater.common.settings.schema import SecureSettings
 from headwater.common.stats.linear_fit import Line
 
 LEAST_TIME = 0.8
-# A plan may be answered after this many times what it takes, or after an hour: a masked device is
-# silent until then, for any server.
-MOST_TIMES, MOST_IDLE = 200.0, 3600.0
+# A plan may be answered after this many times what it takes, or after a day: a masked device is
+# silent until then, for any server. (One with little work may have until the slowest is done.)
+MOST_TIMES, MOST_IDLE = 200.0, 86_400.0
 """Of the time that a device needs for its quota, by its own figures: a plan gives at least this."""
 
 
