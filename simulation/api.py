@@ -116,7 +116,8 @@ def simulate(
     """
     arguments = locals()  # nothing but the arguments so far
     parts = {name: arguments.pop(name) for name in PARTS}
-    call = Call("simulate", {**arguments, "task": task_of(task, parts)})
+    chosen_task = task_of(task, parts, is_elsewhere=resume or settings is not None)
+    call = Call("simulate", {**arguments, "task": chosen_task})
     with (
         one_run_at_a_time(),
         caller_state(is_silent=not progress),

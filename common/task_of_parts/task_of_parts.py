@@ -115,15 +115,17 @@ class TaskOfParts:
         return self._loss.max_weight(self._examples[0][-1])
 
 
-def task_of(task: Any, parts: dict[str, Any]) -> Any:
+def task_of(task: Any, parts: dict[str, Any], *, is_elsewhere: bool) -> Any:
     """Return the task of a call: the one that it names, or one of the parts that it gives.
+
+    None where it gives nothing and the task ``is_elsewhere``: in the settings, or in a run's.
 
     Raises:
         TaskError: it gives both, or none, or not all parts.
     """
     given = {name: part for name, part in parts.items() if part is not None}
     missing = [name for name in ("model", "examples", "loss") if name not in given]
-    if task is not None and not given:
+    if not given and (task is not None or is_elsewhere):
         return task
     if task is not None:
         raise TaskError(

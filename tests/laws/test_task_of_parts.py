@@ -259,3 +259,11 @@ def test_data_of_devices_are_opened_by_a_function_of_their_path(tmp_path: Path) 
         progress=False,
     )
     assert [client.name for client in run.history[0].clients] == ["a", "b"]
+
+
+def test_the_task_may_be_in_the_settings_or_in_the_run_that_goes_on(tmp_path: Path) -> None:
+    given = {"task": "examples/digits.py:Digits", "simulation.clients": 3, "threads": 1}
+    headwater.simulate(settings=given, rounds=1, out=tmp_path, progress=False)
+    run = headwater.simulate(resume=True, rounds=2, out=tmp_path, progress=False)
+    assert [row.round for row in run.history] == [1, 2]
+    assert run.evaluate().num_examples > 0
