@@ -170,6 +170,7 @@ def _unmasked_window(
     """
     sampler, trainer = sampler.settle(plan.counted_round), request.trainer
     history, identity = history_of(request), request.identity
+    history.check_data(trainer.examples(identity), model)
     numbers = trainer.numbers(identity, plan, sampler, order_seed)
     masked, wider, num_wanted = history.masked_at(model), plan, len(numbers)
     check_repeats(

@@ -35,10 +35,12 @@ from headwater.common.errors import StateError, UpdateAlreadyMasked
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.common.system.file_lock import try_lock
+from headwater.common.task import Examples
 from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
 
+NAMES = "example_names"  # of a data set, where it has some: docs/data.md
 SECRET_BYTES, MODEL_BYTES = 32, 16
 LOCK_SECONDS = 10.0  # a line is written and forced to disk in far less
 MAX_EXAMPLES = 1 << 24  # of one device: a range in a file could else take all memory
@@ -56,6 +58,14 @@ class MaskedHistory(Protocol):
 
     def num_planned_at(self, model_digest: bytes) -> int:
         """Return how many examples the plans asked for whose updates were masked at a model."""
+
+    def check_data(self, examples: Examples, model_digest: bytes) -> None:
+        """Check that what was masked at a model was masked of these data, and note the data.
+
+        Raises:
+            StateError: they could not be noted.
+            UpdateAlreadyMasked: others were there then.
+        """
 
     def add(
         self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
@@ -82,6 +92,9 @@ class NoHistory:
         """Return 0."""
         return 0
 
+    def check_data(self, examples: Examples, model_digest: bytes) -> None:
+        """Note nothing."""
+
     def add(
         self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
     ) -> None:
@@ -100,6 +113,11 @@ class HistoryFile:
         self._path = path
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
         self._num_planned: defaultdict[str, int] = defaultdict(int)
+        self._examples: Examples | None = None
+        """The data that were checked last, and the name of those that were noted last."""
+        self._data: str | None = None
+        self._of_others: set[str] = set()
+        """The models at which other data were masked."""
         self._last: tuple[object, ...] = ()
         """What this process added last: it is added again if what follows could not be stored."""
         self._num_read = 0
@@ -168,6 +186,35 @@ class HistoryFile:
         self._note(name, set(examples), num_planned)
         self._last = (name, *examples)
 
+    def check_data(self, examples: Examples, model_digest: bytes) -> None:
+        """Check that what was masked at a model was masked of these data, and note the data.
+
+        The history has numbers, and another file in a folder is another example of each number.
+
+        Raises:
+            StateError: they could not be noted.
+            UpdateAlreadyMasked: others were there then.
+        """
+        if examples is not self._examples:
+            data = self._name_of(_names_of(examples))
+            try:
+                with self._locked():
+                    self._read_more()
+                    if data != self._data:
+                        # An earlier version reads this as an update of nothing.
+                        self._append({"model": "", "examples": [], "planned": 0, "data": data})
+                        self._note_data(data)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                raise StateError(f"the device cannot write what it masks: {why}") from error
+            self._examples = examples
+        if self._name_of(model_digest) in self._of_others:
+            raise UpdateAlreadyMasked(
+                "this device's data have changed since it masked some of them at the same model, "
+                "and one example could be in two sums",
+                remedy="continue that run with --resume, or begin with another model (--seed)",
+            )
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes of the device from adding: each looks at what the others did.
@@ -197,7 +244,15 @@ class HistoryFile:
 
     def _note_lines(self, lines: Iterable[Any]) -> None:
         for line in lines:
+            if "data" in line:
+                self._note_data(str(line["data"]))
+                continue
             self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
+
+    def _note_data(self, data: str) -> None:
+        if self._data not in (None, data):
+            self._of_others |= {name for name, masked in self._masked.items() if masked}
+        self._data = data
 
     def _note(self, name: str, examples: set[int], num_planned: int | None) -> None:
         self._masked[name] |= examples
@@ -227,6 +282,13 @@ class HistoryFile:
             self._num_read = start + len(text)
         finally:
             os.close(file)
+
+
+def _names_of(examples: Examples) -> bytes:
+    """Return what tells data from others: the examples' names, or their number alone."""
+    names = getattr(examples, NAMES, None)
+    parts = [str(len(examples))] if names is None else [str(name) for name in names]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).digest()
 
 
 @functools.lru_cache(maxsize=64)

@@ -126,7 +126,7 @@ def masked_in(folder: Path) -> list[list[set[int]]]:
     found = []
     for path in sorted(folder.glob("*-masked.jsonl")):
         _, *lines = map(json.loads, path.read_text().splitlines())
-        found.append([from_ranges(line["examples"]) for line in lines])
+        found.append([from_ranges(line["examples"]) for line in lines if "data" not in line])
     return found
 
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sized
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,53 @@ def test_processes_that_begin_at_once_have_one_secret(tmp_path: Path) -> None:
     begin.touch()
     assert [process.wait() for process in begun] == [0] * 4
     assert len({one.read_text() for one in told}) == 1
+
+
+class Named(Sized):
+    """Examples that have names."""
+
+    def __init__(self, *names: str) -> None:
+        self.example_names = names
+
+    def __len__(self) -> int:
+        return len(self.example_names)
+
+    def __getitem__(self, at: int) -> str:
+        return self.example_names[at]
+
+
+@pytest.mark.parametrize(
+    ("after", "is_same"),
+    [
+        (Named("a", "b", "c"), True),
+        (Named("a", "a2", "b", "c"), False),
+        (Named("a", "b", "d"), False),
+        (Named("b", "a", "c"), False),
+    ],
+)
+def test_at_a_model_no_example_is_masked_of_data_that_have_changed(
+    tmp_path: Path, after: Named, is_same: bool
+) -> None:
+    """The history has numbers: a file that sorts first makes another example of each."""
+    path = tmp_path / "pi-masked.jsonl"
+    first = HistoryFile(path)
+    first.check_data(Named("a", "b", "c"), ONE)
+    first.add(ONE, (0, 1), num_planned=2)
+    again = HistoryFile(path)
+    again.check_data(after, OTHER)
+    if is_same:
+        again.check_data(after, ONE)
+    else:
+        for history in (again, HistoryFile(path)):
+            with pytest.raises(UpdateAlreadyMasked):
+                history.check_data(after, ONE)
+            with pytest.raises(UpdateAlreadyMasked):
+                history.check_data(Named("a", "b", "c"), ONE)
+    again.add(OTHER, (0, 1), num_planned=2)
+    assert HistoryFile(path).masked_at(OTHER) == {0, 1}
+
+
+def test_a_file_of_an_earlier_version_goes_on_with_the_data_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "pi-masked.jsonl"
+    HistoryFile(path).add(ONE, (0, 1), num_planned=2)
+    HistoryFile(path).check_data(Named("a", "b"), ONE)
