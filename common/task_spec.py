@@ -226,7 +226,14 @@ def _class_in(module: ModuleType, place: str, class_name: str | None) -> type[An
     if isinstance(found, type):
         return found
     if found is not None:
-        raise UnknownTask(f"{place} has no class {class_name}: it is a {type(found).__name__}")
+        is_task = all(hasattr(found, method) for method in METHODS)
+        raise UnknownTask(
+            f"{place} has no class {class_name}: it is a {type(found).__name__}",
+            remedy="write a class, whose __init__ calls super().__init__ with the parts "
+            '(docs/task.md, "Without a class")'
+            if is_task
+            else None,
+        )
     classes = [name for name, one in vars(module).items() if isinstance(one, type)]
     near = get_close_matches(class_name, classes, n=1)
     candidates = _listed("its tasks:", [one.__name__ for one in tasks])

@@ -267,3 +267,27 @@ def test_the_task_may_be_in_the_settings_or_in_the_run_that_goes_on(tmp_path: Pa
     run = headwater.simulate(resume=True, rounds=2, out=tmp_path, progress=False)
     assert [row.round for row in run.history] == [1, 2]
     assert run.evaluate().num_examples > 0
+
+
+MADE = """
+import headwater
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+data = TensorDataset(torch.zeros(8, 4), torch.zeros(8, 1))
+mine = headwater.Task(model=nn.Linear(4, 1), examples=data, loss=nn.MSELoss())
+
+
+class Mine(headwater.Task):
+    def __init__(self) -> None:
+        super().__init__(model=nn.Linear(4, 1), examples=data, loss=nn.MSELoss())
+"""
+
+
+def test_a_file_s_task_of_parts_is_a_class(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(MADE)
+    headwater.simulate(f"{tmp_path}/made.py:Mine", clients=2, rounds=1, progress=False)
+    with pytest.raises(HeadwaterError) as found:
+        headwater.simulate(f"{tmp_path}/made.py:mine", clients=2, rounds=1, progress=False)
+    assert "super().__init__" in str(found.value.remedy)
