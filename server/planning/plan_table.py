@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -259,8 +260,9 @@ class _Kinds:
         return of_client
 
 
-def _or_zero(known: Mapping[str, int], names: Iterable[str]) -> Ints:
-    return np.array([known.get(name, 0) for name in names], dtype=np.int64)
+def _or_zero(known: Mapping[str, int], names: Collection[str]) -> Ints:
+    found = map(known.get, names, repeat(0)) if known else repeat(0, len(names))
+    return np.fromiter(found, np.int64, len(names))
 
 
 def _field(name: str, value: Any) -> Any:

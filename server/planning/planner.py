@@ -252,7 +252,7 @@ def assign(
     if known is None:
         known = EstimateColumns.of(estimates)
     rows = {name: row for row, name in enumerate(names)}
-    exceptions = {name: exceptions[name] for name in names if name in exceptions}
+    exceptions = {name: why for name, why in exceptions.items() if name in rows}
     steps = chosen.accumulation_steps
     sizes, bounds = micro_batch_sizes(known, chosen, demand)
     if steps is not None or not names:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -81,9 +83,10 @@ def _client_plan(name: str, part: int, plan: Plan) -> ClientPlan:
 
 def plans_of(clients: Sequence[ClientPlan]) -> PlanTable:
     """Return the devices' plans in columns."""
-    tables = list({id(one.plans): one.plans for one in clients}.values())
-    if len(tables) == 1:
-        return PlanTable.of(tables[0]).some([one.name for one in clients])
+    names, _, tables = zip(*clients, strict=True) if clients else ((), (), ())
+    first = tables[0] if tables else {}
+    if all(map(operator.is_, tables, repeat(first))):
+        return PlanTable.of(first).some(names)
     return PlanTable.of({one.name: one.plan for one in clients})
 
 
