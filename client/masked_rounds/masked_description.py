@@ -2,7 +2,8 @@
 
 What it measures of its examples it measures once, under its own model, before it has any of the
 server's. One measurement may fall into a busy second: when the server asks again, the speed is
-measured again, on zeros of an example's shape, which say nothing of the data under any model.
+measured again, on zeros of an example's shape, which say nothing of the data under any model. Not
+with active masks: zeros may cost less than examples, and plans are checked by the speed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ and a device that masked the same examples again would let two sums differ by th
 in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a file beside its state:
 
 * a secret, drawn once, from which its order of examples in masked rounds follows;
-* for each masked update the model, as a keyed digest, and the numbers of the examples.
+* for each masked update the model, as a keyed digest, and the numbers of the examples;
+* where the data have changed, a keyed digest of the examples' names, or of their number. At the
+  models before such a line the device masks nothing more: another file has each number now.
 
 Lines are appended and forced to disk before an update is masked; the file grows by a line for
 each, and is never rewritten. Several processes may play the device (two runs, under the default
@@ -114,7 +116,7 @@ class HistoryFile:
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
         self._num_planned: defaultdict[str, int] = defaultdict(int)
         self._examples: Examples | None = None
-        """The data that were checked last, and the name of those that were noted last."""
+        """The data of the last check, and the digest of those in the file's last such line."""
         self._data: str | None = None
         self._of_others: set[str] = set()
         """The models at which other data were masked."""

@@ -191,8 +191,8 @@ def _seconds_of(plan: Plan, pace: Line) -> float:
 def check_share(plan: Plan, given: float, *, name: str) -> None:
     """Check that a masked plan counts on no more of the device's time than ``given``.
 
-    That is what it told last, or gives now. A device stops when its owner's share is used up: with
-    plans that count on more, a server could have all members but one add hardly anything.
+    That is what it told last, or gives now. A masked window is done whole, so a plan that counts on
+    more would take more time than the owner gives.
 
     Raises:
         MaskingTooWeak: it does.

@@ -59,7 +59,7 @@ class KnownClients:
     _awaited_speed: set[str] = field(default_factory=set)
     """Clients with such a request that have not described themselves since."""
     _columns: tuple[Sequence[DeviceEstimate], EstimateColumns | None] = ((), None)
-    """The estimates that were asked for last as columns."""
+    """The estimates of the last call of ``columns``, and its result."""
     _is_resumed: bool = False
     """Whether the next round is the first one after ``restore``."""
 
@@ -137,9 +137,9 @@ class KnownClients:
         return able
 
     def columns(self, estimates: Sequence[DeviceEstimate]) -> EstimateColumns:
-        """Return estimates as columns; of those that were asked for last, what has changed.
+        """Return estimates as columns; reads those that have changed since the last call.
 
-        An estimate that is the same is the same object.
+        An estimate that has not changed is the same object.
         """
         before, columns = self._columns
         changed = list(map(operator.is_not, estimates, before))

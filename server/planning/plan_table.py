@@ -266,7 +266,7 @@ def _or_zero(known: Mapping[str, int], names: Collection[str]) -> Ints:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Return a plan's field: None where the column has NaN, or a 0 that stands for none."""
+    """Return a plan's field: None where the column has NaN, or 0 for none."""
     return None if value != value or (name in _OR_NONE and not value) else value
 
 
