@@ -19,7 +19,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.settings import schema as settings
 from headwater.common.task import load_task
 from headwater.server.planning.cohort import ConnectedClients
-from headwater.server.planning.device_estimates import UNKNOWN_DEVICE
+from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.planner import TransferCosts, assign
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
@@ -65,8 +65,9 @@ def measure(num_devices: int, *, times: int) -> Figures:
     """Plan rounds of so many devices, with and without a deadline, and with turns."""
     reports = [device_report(number) for number in range(num_devices)]
     clients = ConnectedClients(reports={report.name: report for report in reports})
-    estimates = [UNKNOWN_DEVICE.after_description(report) for report in reports]
-    names = list(clients.reports)
+    clients_known = KnownClients()
+    names = clients_known.describable(list(clients.reports), clients.reports, ())
+    known = clients_known.columns(names)
     costs = TransferCosts(image_bytes=MIB, update_bytes=MIB)
     turns = TransferCosts(image_bytes=MIB, update_bytes=MIB, turn_seconds=1e-4)
     target = 20 * num_devices
@@ -74,7 +75,7 @@ def measure(num_devices: int, *, times: int) -> Figures:
     for name, its_costs in (("assign", costs), ("assign_with_turns", turns)):
         figures[name] = seconds_of(
             lambda its_costs=its_costs: assign(  # type: ignore[misc]
-                names, estimates, {}, settings.PlanSettings(), target=target, costs=its_costs
+                names, known, {}, settings.PlanSettings(), target=target, costs=its_costs
             ),
             times=times,
         )

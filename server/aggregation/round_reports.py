@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.common.messages import UpdateReport, Vitals
+from headwater.common.messages import UpdateReport
 from headwater.common.model.vectors import CHUNK
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
+from headwater.server.planning.vitals_columns import VitalsColumns
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -117,7 +118,7 @@ class ReportColumns:
     loss_sum: Sequence[float]
     metric_sums: Mapping[str, Sequence[float]]
     seconds: Sequence[float]
-    vitals: Sequence[Vitals]
+    vitals: VitalsColumns
 
     @staticmethod
     def of(*reports: UpdateReport) -> ReportColumns:
@@ -137,7 +138,7 @@ class ReportColumns:
                 for name in sorted(metrics)
             },
             seconds=[report.seconds for report in reports],
-            vitals=[report.vitals for report in reports],
+            vitals=VitalsColumns.of(report.vitals for report in reports),
         )
 
 

@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+
+import numpy as np
 
 from headwater.common.messages import ReadyReport
-from headwater.server.aggregation.round_reports import ReportColumns
+from headwater.server.aggregation.round_reports import Floats, ReportColumns
+from headwater.server.planning.vitals_columns import VitalsColumns
 
 DOWN, COMPUTE, UP, WAIT = "down", "compute", "up", "wait"
-_RATES = attrgetter("download_bytes_per_second", "upload_bytes_per_second")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +44,22 @@ def virtual_split(
     ready = list(ready)
     seconds = [*chain.from_iterable(part.seconds for part in columns)]
     seconds += [one.seconds or 0.0 for one in ready]
-    vitals = [*chain.from_iterable(part.vitals for part in columns), *(one.vitals for one in ready)]
+    vitals = [*(part.vitals for part in columns), VitalsColumns.of(one.vitals for one in ready)]
     mean, number = math.fsum(seconds) / len(seconds), len(seconds)
-    downloads, uploads = zip(*map(_RATES, vitals), strict=True)
-    down = math.fsum(download_bytes / rate for rate in downloads if rate) / number
-    up = math.fsum(upload_bytes / rate for rate in uploads if rate) / number
+    down = _seconds(download_bytes, [one.download_bytes_per_second for one in vitals]) / number
+    up = _seconds(upload_bytes, [one.upload_bytes_per_second for one in vitals]) / number
     return {
         DOWN: down,
         COMPUTE: max(mean - down - up, 0.0),
         UP: up,
         WAIT: max(max(seconds) - mean, 0.0),
     }
+
+
+def _seconds(num_bytes: int, rates: Sequence[Floats]) -> float:
+    """Return the sum of the seconds in which so many bytes pass, where a rate is known."""
+    known = np.concatenate(rates)
+    return math.fsum((num_bytes / known[known > 0]).tolist())
 
 
 def measured_split(

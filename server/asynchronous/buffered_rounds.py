@@ -362,7 +362,7 @@ class BufferedRounds:
         Raises:
             CountOutOfRange: see ``PlansOut.check_time``.
         """
-        known = training.planner.known.estimates.get(report.name)
+        known = training.planner.known.get(report.name)
         if plan is not None and known is not None and self._fleet.virtual_now() is None:
             self._plans_out.check_time(report, plan, known.line)
 

@@ -8,11 +8,14 @@ in so many rounds: it may be faster than the server believes, and no other clien
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+
+import numpy as np
 
 from headwater.common.messages import DeviceReport
 from headwater.common.wording import natural
@@ -20,7 +23,7 @@ from headwater.server.planning import plan_reasons
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
     MAX_TIMES_LATE,
-    DeviceEstimate,
+    EstimateColumns,
 )
 from headwater.server.planning.planner import TransferCosts
 
@@ -162,28 +165,36 @@ def select(
 
 
 def slowness(
-    known: DeviceEstimate, *, deadline_seconds: float | None, costs: TransferCosts
-) -> Slowness | None:
-    """Return by how much a client is too slow for a round; None if it is not, or unknown.
+    names: Sequence[str],
+    known: EstimateColumns,
+    *,
+    deadline_seconds: float | None,
+    costs: TransferCosts,
+) -> dict[str, Slowness]:
+    """Return which clients are too slow for a round, and by how much; not those of unknown speed.
 
     A client that was late several times in a row is too slow as well: otherwise a device that
     never answers would delay every round. A client must train on one example, and transfer model
     and update, in DEADLINE_SHARE of the deadline; the training alone must fit in the share that
     leaves time for the transfers, as earlier rounds have shown.
     """
-    times_late = known.times_late
-    if times_late >= MAX_TIMES_LATE:
-        return Slowness(factor=float(times_late), reason=plan_reasons.of_lateness(times_late))
-    if deadline_seconds is None or known.line is None:
-        return None
-    seconds = known.line.at(1) / known.time_share
-    longest = deadline_seconds * known.deadline_share
-    if seconds <= longest:
-        seconds += costs.transfer_seconds(known.vitals) + costs.turn_seconds
-        longest = deadline_seconds * DEADLINE_SHARE
-    if seconds <= longest:
-        return None
-    return Slowness(factor=seconds / longest, reason=plan_reasons.of_too_slow(seconds, longest))
+    deadline = math.inf if deadline_seconds is None else deadline_seconds
+    seconds = (known.base + known.each) / known.time_share
+    longest = deadline * known.deadline_share
+    is_trained = seconds <= longest
+    transfers = costs.transfer_seconds(known.vitals) + costs.turn_seconds
+    seconds = np.where(is_trained, seconds + transfers, seconds)
+    longest = np.where(is_trained, deadline * DEADLINE_SHARE, longest)
+    is_absent = known.times_late >= MAX_TIMES_LATE
+    found = {}
+    for row in np.flatnonzero(is_absent | (seconds > longest)).tolist():
+        times, takes, most = int(known.times_late[row]), float(seconds[row]), float(longest[row])
+        found[names[row]] = (
+            Slowness(factor=float(times), reason=plan_reasons.of_lateness(times))
+            if is_absent[row]
+            else Slowness(factor=takes / most, reason=plan_reasons.of_too_slow(takes, most))
+        )
+    return found
 
 
 def _is_due(name: str, since: int | None, seed: int, round_number: int, within: int) -> bool:

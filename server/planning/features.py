@@ -13,8 +13,8 @@ from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
 from headwater.server.planning.demand import Demand
-from headwater.server.planning.estimate_columns import Floats, Ints
 from headwater.server.planning.planner import Assigned
+from headwater.server.planning.vitals_columns import Floats, Ints
 
 Weights = Mapping[str, int]
 

@@ -1,109 +1,156 @@
-"""What a run knows of its clients from round to round: their estimates, and new descriptions.
+"""What a run knows of its clients from round to round: a table, and what each event changes in it.
 
 A client describes itself when it joins, and again when it was left out; a description is read when
-the client's turn comes.
+the client's turn comes. After a round its speed, vitals and lateness are followed.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from itertools import compress, repeat
 from typing import NamedTuple
 
 import numpy as np
 
-from headwater.common.errors import HeadwaterError
-from headwater.common.messages import DeviceReport, ReadyReport, UpdateReport, Vitals
+from headwater.common.errors import HeadwaterError, LateUpdate
+from headwater.common.messages import DeviceReport, ReadyReport, UpdateReport
 from headwater.common.stats import training_speed
+from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import (
-    UNKNOWN_DEVICE,
+    DEADLINE_SHARE,
     UNTOLD_EXAMPLES,
     DeviceEstimate,
-    have_same_memory,
+    EstimateColumns,
 )
-from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
+from headwater.server.planning.vitals_columns import Floats, Ints, VitalsColumns
 
 log = logging.getLogger(__name__)
 
+# The share of the deadline in which a client trains: it shrinks each time that the client is late,
+# so that model and update have time to travel, and grows a little each time that it is not.
+LATE_FACTOR, IN_TIME_FACTOR, MIN_SHARE = 0.6, 1.02, 0.05
 
-class ToldBlock(NamedTuple):
-    """What the updates of a block of clients tell of their memory and speed, in columns."""
+
+class Told(NamedTuple):
+    """What the answers of some clients tell of their memory and speed, in columns."""
 
     names: Sequence[str]
-    vitals: Sequence[Vitals]
+    vitals: VitalsColumns
     num_steps: Ints
-    sizes: Ints
-    """The examples of each step of all, one client after another; and its seconds."""
+    work: Ints | Floats
+    """The work of each step of all, one client after another; and its seconds."""
     seconds: Floats
 
+    @staticmethod
+    def by(reports: Collection[UpdateReport]) -> Told:
+        """Return what updates tell."""
+        steps = [step for report in reports for step in report.measured]
+        work, seconds = np.array(steps, dtype=np.float64).reshape(-1, 2).T
+        return Told(
+            [one.name for one in reports],
+            VitalsColumns.of(one.vitals for one in reports),
+            np.array([len(one.measured) for one in reports], dtype=np.int64),
+            work,
+            seconds,
+        )
 
-@dataclass(slots=True)
-class KnownClients:
-    """The estimates of all clients that a run has seen."""
+    @staticmethod
+    def by_ready(reports: Collection[ReadyReport]) -> Told:
+        """Return what clients tell that keep their steps private: their speed stays as it was."""
+        return Told(
+            [one.name for one in reports],
+            VitalsColumns.of(one.vitals for one in reports),
+            np.zeros(len(reports), dtype=np.int64),
+            np.zeros(0),
+            np.zeros(0),
+        )
 
-    is_k_set: bool
-    """Whether the setting gives K, so that no speed is estimated."""
-    is_by_data: bool
-    """Whether updates are weighed by the clients' numbers of examples."""
-    estimates: dict[str, DeviceEstimate] = field(default_factory=dict)
-    _awaited: set[str] = field(default_factory=set)
-    """Clients that were left out and asked to describe themselves again, and have not yet."""
-    _untold: set[str] = field(default_factory=set)
-    """Clients without a number of examples, in a run that weighs updates by it."""
-    _measured_again: dict[str, int] = field(default_factory=dict)
-    """The number of requests to each client of masked rounds to measure its speed again."""
-    _awaited_speed: set[str] = field(default_factory=set)
-    """Clients with such a request that have not described themselves since."""
-    _columns: tuple[Sequence[DeviceEstimate], EstimateColumns | None] = ((), None)
-    """The estimates of the last call of ``columns``, and its result."""
-    _is_resumed: bool = False
-    """Whether the next round is the first one after ``restore``."""
+
+class KnownClients(Mapping[str, DeviceEstimate]):
+    """A table of all clients that a run has seen; by name, a client's row."""
+
+    def __init__(self, *, is_by_data: bool = False) -> None:
+        """``is_by_data``: whether updates are weighed by the clients' numbers of examples."""
+        self._is_by_data = is_by_data
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        """Rows of clients that were forgotten."""
+        self._table = EstimateColumns.unknown(0)
+        self._awaited: set[str] = set()
+        """Clients that were left out and asked to describe themselves again, and have not yet."""
+        self._untold: set[str] = set()
+        """Clients without a number of examples, in a run that weighs updates by it."""
+        self._measured_again: dict[str, int] = {}
+        """The number of requests to each client of masked rounds to measure its speed again."""
+        self._awaited_speed: set[str] = set()
+        """Clients with such a request that have not described themselves since."""
+        self._is_resumed = False
+        """Whether the next round is the first one after ``restore``."""
 
     def restore(self, estimates: Mapping[str, DeviceEstimate]) -> None:
         """Take the estimates of a checkpoint. Every client that is not connected counts as gone."""
-        self.estimates = dict(estimates)
+        self._rows = {name: row for row, name in enumerate(estimates)}
+        self._free = []
+        self._table = EstimateColumns.of(estimates.values())
         self._is_resumed = True
+
+    def columns(self, names: Sequence[str]) -> EstimateColumns:
+        """Return these clients' estimates as they are now."""
+        return self._table.some(self._at(names))
 
     def note_changes(
         self, clients: ConnectedClients, *, counted: Container[str], busy: Container[str]
     ) -> None:
-        """Mark the estimates of clients that left, or that have described themselves again.
+        """Mark clients that left, or that have described themselves again.
 
         One that left is forgotten if no sum counted it: names cost a stranger nothing.
         """
-        known, left = self.estimates, [*clients.disconnected]
+        left = [*clients.disconnected]
         if self._is_resumed:
             self._is_resumed = False
-            left += known.keys() - set(clients.reports)
+            left += self._rows.keys() - set(clients.reports)
         for name in left:
             self._awaited.discard(name)
-            if name in known and (name in counted or name in busy):
-                known[name] = known[name].after_disconnect()
+            if name in self._rows and (name in counted or name in busy):
+                self._table.is_outdated[self._rows[name]] = True
             else:
-                known.pop(name, None)
-                self._measured_again.pop(name, None)
-                self._awaited_speed.discard(name)
-                self._untold.discard(name)
+                self._forget(name)
         for name in clients.described:
             self._awaited.discard(name)
-            if name not in known:
+            row = self._rows.get(name)
+            if row is None:
                 continue
-            # What is new is read in the client's next turn.
-            known[name] = replace(known[name], num_examples=0)
+            self._table.num_examples[row] = 0  # what is new is read in the client's next turn
             if name in self._awaited_speed:
                 self._awaited_speed.discard(name)
-                known[name] = replace(known[name], line=None, is_outdated=True)
+                self._table.base[row] = self._table.each[row] = np.nan
+                self._table.is_outdated[row] = True
+
+    def _forget(self, name: str) -> None:
+        row = self._rows.pop(name, None)
+        if row is not None:
+            self._free.append(row)
+        self._measured_again.pop(name, None)
+        self._awaited_speed.discard(name)
+        self._untold.discard(name)
 
     def waiting_since(self, names: Container[str]) -> dict[str, int]:
         """Return the round since which each of these clients that is left out waits."""
+        if not self._table.waiting_since.any():
+            return {}
+        rounds = self._table.waiting_since.tolist()
         return {
-            name: one.waiting_since
-            for name, one in self.estimates.items()
-            if one.waiting_since is not None and name in names
+            name: rounds[row] for name, row in self._rows.items() if rounds[row] and name in names
         }
 
     def describable(
@@ -113,44 +160,77 @@ class KnownClients:
 
         A client may turn out to be unable to describe itself; it has no estimate.
         """
-        estimates, awaited = self.estimates, self._awaited
-        able = []
-        for name in names:
-            if name in excluded:
-                continue
-            known = estimates.get(name, UNKNOWN_DEVICE)
-            if not known.num_examples or (known.is_outdated and name not in awaited):
-                try:
-                    estimates[name] = known.after_description(reports[name])
-                except KeyError:
-                    continue
-            if self.is_by_data and estimates[name].num_examples == UNTOLD_EXAMPLES:
-                if name not in self._untold:
-                    log.warning(
-                        "%s: it does not tell its number of examples, by which its update "
-                        "would be weighed (--declared-examples); it is not invited",
-                        name,
-                    )
-                    self._untold.add(name)
-                continue
-            able.append(name)
-        return able
-
-    def columns(self, estimates: Sequence[DeviceEstimate]) -> EstimateColumns:
-        """Return estimates as columns; reads those that have changed since the last call.
-
-        An estimate that has not changed is the same object.
-        """
-        before, columns = self._columns
-        changed = list(map(operator.is_not, estimates, before))
-        if columns is None or len(before) != len(estimates) or all(changed):
-            columns = EstimateColumns.of(estimates)
-        elif any(changed):
-            columns = columns.with_rows(
-                np.flatnonzero(changed), EstimateColumns.of(list(compress(estimates, changed)))
+        able = [name for name in names if name not in excluded]
+        table, at = self._table, np.fromiter(map(self._rows.get, able, repeat(-1)), np.int64)
+        is_read = at >= 0
+        known = at[is_read]
+        is_read[is_read] = (table.num_examples[known] > 0) & ~table.is_outdated[known]
+        if not is_read.all():
+            unable = self._read(list(compress(able, ~is_read)), reports)
+            able = [name for name in able if name not in unable]
+        if not self._is_by_data:
+            return able
+        is_told = self._table.num_examples[self._at(able)] != UNTOLD_EXAMPLES
+        for name in set(compress(able, ~is_told)) - self._untold:
+            log.warning(
+                "%s: it does not tell its number of examples, by which its update would be "
+                "weighed (--declared-examples); it is not invited",
+                name,
             )
-        self._columns = estimates, columns
-        return columns
+            self._untold.add(name)
+        return list(compress(able, is_told))
+
+    def _read(self, names: Sequence[str], reports: Mapping[str, DeviceReport]) -> set[str]:
+        """Read what these clients say of themselves; returns those that cannot.
+
+        If an estimate is not outdated, only the number of examples is read. A client that was
+        disconnected keeps the speed that was measured in its rounds. A client that was left out as
+        too slow does not: it may have become faster, and its description is the only sign of it.
+        """
+        told: dict[str, DeviceReport] = {}
+        unable = set()
+        for name in names:
+            row = self._rows.get(name)
+            if row is not None and self._table.num_examples[row] and name in self._awaited:
+                continue  # its new description is on its way
+            try:
+                told[name] = reports[name]
+            except KeyError:
+                unable.add(name)
+        for name in told:
+            if name not in self._rows:
+                self._add(name)
+        at, new = self._at(told), list(told.values())
+        table = self._table
+        table.num_examples[at] = [one.num_examples or UNTOLD_EXAMPLES for one in new]
+        outdated = table.is_outdated[at]
+        at, new = at[outdated], list(compress(new, outdated))
+        table.vitals.follow(at, VitalsColumns.of(one.vitals for one in new))
+        table.is_outdated[at] = False
+        takes_speed = np.isnan(table.base[at]) | (table.waiting_since[at] > 0)
+        rows = [
+            DeviceEstimate(
+                line=training_speed.reported_line(one),
+                fastest_micro_batch_size=one.fastest_micro_batch_size,
+            )
+            for one in compress(new, takes_speed)
+        ]
+        at, described = at[takes_speed], EstimateColumns.of(rows)
+        table.base[at], table.each[at] = described.base, described.each
+        table.fastest_micro_batch_size[at] = described.fastest_micro_batch_size
+        table.deadline_share[at] = DEADLINE_SHARE
+        return unable
+
+    def _add(self, name: str) -> None:
+        """Give a new client a row; the table doubles where it is full."""
+        if not self._free:
+            number = len(self._table)
+            self._table = EstimateColumns.joined(
+                [self._table, EstimateColumns.unknown(max(number, 16))]
+            )
+            self._free = list(range(len(self._table) - 1, number - 1, -1))
+        row = self._rows[name] = self._free.pop()
+        self._table.put(np.array([row]), EstimateColumns.unknown(1))
 
     def to_measure(self, names: Iterable[str], *, round_number: int) -> list[str]:
         """Return which of these clients are to measure their speed again after this round.
@@ -161,7 +241,7 @@ class KnownClients:
         due = [
             name
             for name in names
-            if round_number >= 2 << self._measured_again.get(name, 0) and name in self.estimates
+            if round_number >= 2 << self._measured_again.get(name, 0) and name in self._rows
         ]
         for name in due:
             self._measured_again[name] = self._measured_again.get(name, 0) + 1
@@ -172,62 +252,79 @@ class KnownClients:
         self, selection: Selection, waiting: Collection[str], round_number: int
     ) -> None:
         """Mark the clients that are left out, and those of the waiting that are invited."""
-        known = self.estimates
-        for name in set(waiting).intersection(selection.names):
-            known[name] = known[name].after_invitation()
-        for name in selection.left_out:
-            known[name] = known[name].after_leaving_out(round_number)
-            self._awaited.add(name)
+        table = self._table
+        table.waiting_since[self._at(set(waiting).intersection(selection.names))] = 0
+        at = self._at(selection.left_out)
+        table.is_outdated[at] = True
+        since = table.waiting_since[at]
+        table.waiting_since[at] = np.where(since > 0, since, round_number)
+        self._awaited.update(selection.left_out)
 
     def learn(
         self,
         invited: Iterable[str],
         *,
-        exceptions: Collection[str],
-        accepted: Mapping[str, UpdateReport],
-        ready: Mapping[str, ReadyReport],
+        told: Sequence[Told],
         refused: Mapping[str, HeadwaterError],
-        blocks: Sequence[ToldBlock] = (),
+        exceptions: Collection[str] = (),
     ) -> None:
         """Follow the invited clients' speed, vitals and lateness, whether or not the round counts.
 
-        ``exceptions`` are the invited clients that are too slow, ``accepted`` the reports of the
-        updates, ``ready`` those of masked updates, ``refused`` the errors of the clients without
-        an update. ``blocks`` are those of the accepted reports that came as columns.
+        ``refused`` are the errors of the clients without an update. ``exceptions`` are invited
+        clients that are too slow: that they were late says nothing of their link.
         """
-        estimates = self.estimates
-        as_known = {name for block in blocks for name in self._as_known(block)} - refused.keys()
-        for name in invited:
-            if name not in as_known:
-                estimates[name] = estimates[name].after_round(
-                    accepted.get(name),
-                    ready.get(name),
-                    refused.get(name),
-                    is_k_set=self.is_k_set,
-                    was_expected_late=name in exceptions,
-                )
+        for one in told:
+            at = self._at(one.names)
+            self._table.vitals.follow(at, one.vitals)
+            self._follow_speed(at, one)
+        late = {name for name, error in refused.items() if isinstance(error, LateUpdate)}
+        names = list(invited)
+        self._note_late(self._at([n for n in names if n in late and n not in exceptions]))
+        self._note_in_time(self._at([n for n in names if n not in late] if late else names))
 
-    def _as_known(self, block: ToldBlock) -> list[str]:
-        """Return the clients whose reports surely change nothing of their estimates.
+    def _follow_speed(self, at: Ints, told: Told) -> None:
+        """Follow the speed that steps show; most took what was expected of them."""
+        base, each = self._table.base[at], self._table.each[at]
+        of_step = np.repeat(np.arange(len(at)), told.num_steps)
+        is_expected = training_speed.is_expected(
+            base[of_step] + each[of_step] * told.work, told.seconds
+        )
+        is_changed = np.bincount(of_step[~is_expected], minlength=len(at)) > 0
+        ends = np.cumsum(told.num_steps)
+        for row in np.flatnonzero(is_changed & ~np.isnan(base)).tolist():
+            own = slice(ends[row] - told.num_steps[row], ends[row])
+            measured = list(zip(told.work[own].tolist(), told.seconds[own].tolist(), strict=True))
+            line = Line(base=float(base[row]), each=float(each[row]))
+            line = training_speed.updated_line(line, measured)
+            self._table.base[at[row]], self._table.each[at[row]] = line.base, line.each
 
-        The others' estimates follow from ``DeviceEstimate.after_round``, which may find the same.
-        """
-        known = list(map(self.estimates.__getitem__, block.names))
-        is_same = np.array([one.is_in_time for one in known])
-        is_like = have_same_memory if self.is_k_set else operator.is_
-        is_same &= list(map(is_like, block.vitals, map(_VITALS, known)))
-        lines = [one.line for one in known]
-        if not self.is_k_set and None not in lines:
-            num_steps = block.num_steps
-            base, each = (
-                np.repeat(list(map(operator.attrgetter(figure), lines)), num_steps)
-                for figure in ("base", "each")
-            )
-            is_expected = training_speed.is_expected(base + each * block.sizes, block.seconds)
-            is_same &= np.logical_and.reduceat(is_expected, np.cumsum(num_steps) - num_steps)
-        elif not self.is_k_set:
-            is_same[:] = False
-        return list(compress(block.names, is_same.tolist()))
+    def _note_late(self, at: Ints) -> None:
+        """Give clients that were late a smaller share of the deadline."""
+        table = self._table
+        table.deadline_share[at] = np.maximum(table.deadline_share[at] * LATE_FACTOR, MIN_SHARE)
+        table.times_late[at] += 1
 
+    def _note_in_time(self, at: Ints) -> None:
+        """Give clients that were not late a part of the lost share back."""
+        table = self._table
+        share = np.minimum(table.deadline_share[at] * IN_TIME_FACTOR, DEADLINE_SHARE)
+        table.deadline_share[at], table.times_late[at] = share, 0
 
-_VITALS = operator.attrgetter("vitals")
+    def _at(self, names: Collection[str]) -> Ints:
+        return np.fromiter(map(self._rows.__getitem__, names), np.int64, len(names))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def keys(self) -> Set[str]:  # type: ignore[override]
+        """Return the names."""
+        return self._rows.keys()
+
+    def __getitem__(self, name: str) -> DeviceEstimate:
+        return self._table.row(self._rows[name])

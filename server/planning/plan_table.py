@@ -21,9 +21,9 @@ from headwater.common.messages import FINISH_DIVISOR, MAX_STEPS, Plan
 from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.common.terms import Terms
 from headwater.server.planning import plan_reasons
-from headwater.server.planning.estimate_columns import Floats, Ints
 from headwater.server.planning.features import DraftPlans, PlanningMoments
 from headwater.server.planning.planner import SIZE_BOUNDS, Assigned, SizeBound
+from headwater.server.planning.vitals_columns import Floats, Ints
 
 NamedTerms = Mapping[str, Terms]
 MadeT = TypeVar("MadeT")
@@ -235,10 +235,10 @@ class _Kinds:
             assigned.quota == known.num_examples,
             *(assigned.max_micro_batch_size, assigned.size_bound),
             *(assigned.speed_cut, assigned.ahead, assigned.transfers),
-            np.where(is_memory, known.memory_limit, 0.0),
+            np.where(is_memory, known.vitals.memory_limit_bytes, 0.0),
         ]
         if assigned.accumulation_steps is None:
-            columns += [known.share, known.is_on_battery]
+            columns += [known.vitals.share, known.vitals.is_on_battery]
         table = np.stack(columns, axis=1, dtype=np.float64)
         # A dict compares bytes faster than tuples of numbers.
         rows = table.view(f"S{table.shape[1] * table.itemsize}").ravel().tolist()

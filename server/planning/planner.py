@@ -28,15 +28,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.messages import MAX_STEPS, Vitals
+from headwater.common.messages import MAX_STEPS
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import MIN_SECONDS_PER_EXAMPLE
 from headwater.server.planning.demand import Demand
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
-    MIN_TIME_SHARE,
     DeviceEstimate,
+    EstimateColumns,
 )
 from headwater.server.planning.equal_finish import (
     CohortColumns,
@@ -44,7 +44,7 @@ from headwater.server.planning.equal_finish import (
     round_end,
     share_wait,
 )
-from headwater.server.planning.estimate_columns import EstimateColumns, Floats, Ints
+from headwater.server.planning.vitals_columns import Floats, Ints, VitalsColumns
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.
@@ -68,16 +68,10 @@ class TransferCosts:
     round_seconds: float = 0.0
     """What the last round's training took by the server's clock; 0 if it is unknown."""
 
-    def transfer_seconds(self, vitals: Vitals) -> float:
-        """Return the seconds of a client's download and upload; 0 where its link is unknown."""
-        down, up = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
-        seconds = self.image_bytes / down if down else 0.0
-        seconds += self.update_bytes / up if up else 0.0
-        return min(seconds, MAX_TRANSFER_SECONDS)
-
-    def transfer_seconds_of(self, known: EstimateColumns) -> Floats:
-        """Return the seconds of each client's download and upload; see ``transfer_seconds``."""
-        down, up = (np.where(rate > 0, rate, np.inf) for rate in (known.download, known.upload))
+    def transfer_seconds(self, vitals: VitalsColumns) -> Floats:
+        """Return the seconds of each client's download and upload; 0 where its link is unknown."""
+        rates = vitals.download_bytes_per_second, vitals.upload_bytes_per_second
+        down, up = (np.where(rate > 0, rate, np.inf) for rate in rates)
         with np.errstate(over="ignore"):
             seconds: Floats = self.image_bytes / down + self.update_bytes / up
         return np.minimum(seconds, MAX_TRANSFER_SECONDS)
@@ -128,7 +122,6 @@ class Assigned(Mapping[str, Assignment]):
 
     rows: Mapping[str, int]
     """The clients' rows, by name and in order."""
-    estimates: Sequence[DeviceEstimate]
     known: EstimateColumns
     exceptions: Mapping[str, str]
     """Why a client is invited for one example although it is too slow, by name."""
@@ -154,7 +147,7 @@ class Assigned(Mapping[str, Assignment]):
         """The share of each client's time that the quota counts on; NaN where K is set."""
         if self.accumulation_steps is not None:
             return np.full(len(self), np.nan)
-        return np.maximum(self.known.share, MIN_TIME_SHARE)
+        return self.known.time_share
 
     def predicted_seconds(self, sizes: Ints) -> Floats:
         """Return how long each trains on its quota, in such micro-batches; NaN of unknown speed."""
@@ -191,7 +184,6 @@ class Assigned(Mapping[str, Assignment]):
         return replace(
             self,
             rows={name: row for row, name in enumerate(names)},
-            estimates=[self.estimates[row] for row in at.tolist()],
             known=self.known.some(at),
             exceptions={name: self.exceptions[name] for name in names if name in self.exceptions},
             **columns,
@@ -206,7 +198,7 @@ class Assigned(Mapping[str, Assignment]):
     def __getitem__(self, name: str) -> Assignment:
         at = self.rows[name]
         return Assignment(
-            estimate=self.estimates[at],
+            estimate=self.known.row(at),
             quota=int(self.quota[at]),
             max_micro_batch_size=int(self.max_micro_batch_size[at]),
             size_bound=SIZE_BOUNDS[self.size_bound[at]],
@@ -229,7 +221,7 @@ NO_COSTS = TransferCosts()
 
 def assign(
     names: Sequence[str],
-    estimates: Sequence[DeviceEstimate],
+    known: EstimateColumns,
     exceptions: Mapping[str, str],
     chosen: settings.PlanSettings,
     *,
@@ -237,20 +229,16 @@ def assign(
     deadline_seconds: float | None = None,
     costs: TransferCosts = NO_COSTS,
     demand: Demand | None = None,
-    known: EstimateColumns | None = None,
 ) -> Assigned:
     """Assign a quota of at least one example and a micro-batch size to every client, by name.
 
-    ``exceptions`` says why a client is invited for one example although it is too slow. ``known``
-    are the estimates' columns, where they are at hand.
+    ``exceptions`` says why a client is invited for one example although it is too slow.
 
     With ``accumulation_steps`` set, each gets K micro-batches of the same size, or all examples
     that it owns if these are fewer. Otherwise quotas are by equal finish, and their sum is
     ``target`` examples if the clients' bounds and the deadline allow it; no client gets more than
     it owns, or more than ``demand`` allows.
     """
-    if known is None:
-        known = EstimateColumns.of(estimates)
     rows = {name: row for row, name in enumerate(names)}
     exceptions = {name: why for name, why in exceptions.items() if name in rows}
     steps = chosen.accumulation_steps
@@ -263,7 +251,7 @@ def assign(
         is_exception = np.zeros(len(names), dtype=np.bool_)
         is_exception[[rows[name] for name in exceptions]] = True
         cohort, speed_cuts = _cohort_columns(
-            *(known, sizes, is_exception, costs.transfer_seconds_of(known)),
+            *(known, sizes, is_exception, costs.transfer_seconds(known.vitals)),
             deadline_seconds,
             costs.turn_seconds,
             most=_most(known, sizes, demand),
@@ -275,7 +263,6 @@ def assign(
         )
     return Assigned(
         rows=rows,
-        estimates=estimates,
         known=known,
         exceptions=exceptions,
         accumulation_steps=steps,
@@ -349,7 +336,8 @@ def micro_batch_sizes(
         limits = [np.full_like(fitting, largest), fitting]
     else:
         kinds = [SizeBound.MAXIMUM, SizeBound.FASTEST, SizeBound.DATA, SizeBound.MEMORY]
-        fastest = np.where(known.fastest > 0, known.fastest, np.inf)
+        fastest = known.fastest_micro_batch_size
+        fastest = np.where(fastest > 0, fastest, np.inf)
         owned = known.num_examples.astype(np.float64)
         limits = [np.full_like(fitting, chosen.max_micro_batch_size), fastest, owned, fitting]
     if demand is not None:
@@ -366,9 +354,10 @@ def _fitting_sizes(known: EstimateColumns, fraction: float, *, held_bytes: int =
 
     ``held_bytes`` are those of a demand, which no measured peak contains.
     """
-    limit, slope = known.memory_limit, known.bytes_per_example
+    vitals = known.vitals
+    limit, slope = vitals.memory_limit_bytes, vitals.bytes_per_example
     is_known = (limit >= 0) & (slope > 0)
-    base = np.where(np.isnan(known.base_bytes), 0.0, known.base_bytes)
+    base = np.where(np.isnan(vitals.base_bytes), 0.0, vitals.base_bytes)
     room = np.where(is_known, np.maximum(limit * fraction - base - held_bytes, 0.0), np.inf)
     sizes = room / np.where(is_known, np.maximum(slope, MIN_BYTES), 1.0)
     fitting: Floats = np.maximum(np.floor(np.minimum(sizes, 2.0**40)), 1.0)
@@ -386,7 +375,7 @@ def _cohort_columns(
     most: Ints,
 ) -> tuple[CohortColumns, Floats]:
     """Return the cohort's columns, and the claimed speed over the believed one of each client."""
-    share = np.maximum(known.share, MIN_TIME_SHARE)
+    share = known.time_share
     base, each = known.base / share, known.each / share
     is_measured = ~np.isnan(base)
     # Clients that are invited as an exception claim to be slow: their claims cannot raise a quota.

@@ -30,7 +30,7 @@ from headwater.server.planning.cohort import (
     select,
     slowness,
 )
-from headwater.server.planning.device_estimates import DeviceEstimate, told
+from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns, told
 from headwater.server.planning.exclusions import (
     Exclusion,
     exclude,
@@ -99,12 +99,15 @@ class RoundPlanner:
 
     def __post_init__(self) -> None:
         """Begin without known clients."""
-        is_by_data = self.settings.cohort.weighting == "dataset"
-        self.known = KnownClients(is_k_set=self._is_k_set, is_by_data=is_by_data)
+        self.known = KnownClients(is_by_data=self._is_by_data)
 
     @property
     def _is_k_set(self) -> bool:
         return self.settings.plan.accumulation_steps is not None
+
+    @property
+    def _is_by_data(self) -> bool:
+        return self.settings.cohort.weighting == "dataset"
 
     def restore(
         self, estimates: Mapping[str, DeviceEstimate], excluded: Mapping[str, Exclusion]
@@ -201,11 +204,11 @@ class RoundPlanner:
         exceptions = selection.exceptions
         names = [*selection.names, *busy]
         self._check_enough(names, excluded, round_number)
-        estimates = [self.known.estimates[name] for name in names]
-        owned = {name: one.num_examples for name, one in zip(names, estimates, strict=True)}
-        assigned = self._assign(estimates, exceptions, owned, costs, num_updates, round_number)
+        known = self.known.columns(names)
+        owned = dict(zip(names, known.num_examples.tolist(), strict=True))
+        assigned = self._assign(known, exceptions, owned, costs, num_updates, round_number)
         assigned = assigned if not busy else assigned.some(selection.names)
-        weights: Mapping[str, int] = dataset_weights(owned) if self.known.is_by_data else {}
+        weights: Mapping[str, int] = dataset_weights(owned) if self._is_by_data else {}
         bounded = set(compress(assigned, (assigned.speed_cut > 1).tolist()))
         bounded |= {name for name, weight in weights.items() if weight < owned[name]}
         for feature in self.features:
@@ -247,7 +250,7 @@ class RoundPlanner:
 
     def _assign(
         self,
-        estimates: Sequence[DeviceEstimate],
+        known: EstimateColumns,
         exceptions: Mapping[str, str],
         owned: Mapping[str, int],
         costs: TransferCosts,
@@ -262,14 +265,13 @@ class RoundPlanner:
         self._log_target(round_number, target, owned)
         return assign(
             list(owned),
-            estimates,
+            known,
             exceptions,
             self.settings.plan,
             target=target,
             deadline_seconds=self.settings.cohort.deadline_seconds,
             costs=costs,
             demand=self.target.demand,
-            known=self.known.columns(estimates),
         )
 
     def _select(
@@ -283,19 +285,14 @@ class RoundPlanner:
         round_number: int,
     ) -> Selection:
         """Select the cohort; reads the descriptions of the clients whose turn comes."""
-        cohort, estimates = self.settings.cohort, self.known.estimates
+        cohort = self.settings.cohort
         # With K set no speeds are known, and no client is too slow.
         deadline = None if self._is_k_set else cohort.deadline_seconds
 
         def judge(names: Sequence[str]) -> tuple[Sequence[str], dict[str, Slowness]]:
             able = self.known.describable(names, reports, excluded)
-            slow: dict[str, Slowness] = {}
-            for name in able:
-                known = estimates[name]
-                if known.times_late or deadline is not None:
-                    found = slowness(known, deadline_seconds=deadline, costs=costs)
-                    if found is not None:
-                        slow[name] = found
+            known = self.known.columns(able)
+            slow = slowness(able, known, deadline_seconds=deadline, costs=costs)
             return [name for name in able if name not in slow] if slow else able, slow
 
         names: Collection[str] = reports.keys() if due is None else frozenset(due)
@@ -350,7 +347,7 @@ class RoundPlanner:
         slow = [
             f"{name}: {why}"
             for name, why in selection.left_out.items()
-            if self.known.estimates[name].waiting_since is None
+            if self.known[name].waiting_since is None
         ]
         claims = sorted(bounded - self._bounded, key=natural)
         self._bounded = bounded

@@ -25,7 +25,7 @@ from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
 from headwater.server.planning.exclusions import breaches, owners_reasons
-from headwater.server.planning.known_clients import ToldBlock
+from headwater.server.planning.known_clients import Told
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.checkpoint import keep_frozen
@@ -304,14 +304,16 @@ def finish_round(
     """
     training.planner.known.learn(
         planned.plans,
-        exceptions=planned.exceptions,
-        accepted=opened.accepted,
-        ready=opened.ready,
-        refused=opened.refused,
-        blocks=[
-            ToldBlock(one.columns.names, one.columns.vitals, *one.timing)
-            for one in opened.accepted.blocks
+        told=[
+            *(
+                Told(one.columns.names, one.columns.vitals, *one.timing)
+                for one in opened.accepted.blocks
+            ),
+            Told.by(opened.accepted.single),
+            Told.by_ready(opened.ready.values()),
         ],
+        refused=opened.refused,
+        exceptions=planned.exceptions,
     )
     training.left_out_log.note_empty(opened)
     training.planner.exclude(

@@ -389,7 +389,7 @@ class Training:
     @property
     def population(self) -> int:
         """The number of clients that are known."""
-        return len(self.planner.known.estimates)
+        return len(self.planner.known)
 
     def check_enough(self, opened: OpenRound, included: Sized) -> None:
         """Check that enough updates are included; see ``headwater.server.aggregation.quorum``.

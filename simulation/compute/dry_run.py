@@ -31,6 +31,7 @@ from headwater.common.messages import MAX_STEPS, Plan, Step, Vitals
 from headwater.common.terms import Terms
 from headwater.server.fleet import Dropout
 from headwater.server.planning.plan_table import PlanTable
+from headwater.server.planning.vitals_columns import VitalsColumns
 from headwater.simulation.fleet.devices import ClientPlan, Devices, plans_of
 from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns, starts_of
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
@@ -310,8 +311,7 @@ def _ends_as_planned(columns: RoundColumns, plans: PlanTable) -> NDArray[np.bool
     slowest = np.maximum.reduceat(columns.step_seconds, first)
     before_deadline = columns.seconds - rest + slowest < deadline - TOLERANCE
     is_sure &= is_alone | np.isnan(deadline) | before_deadline
-    share = np.array([vitals.share for vitals in columns.vitals])
-    is_planned: NDArray[np.bool_] = is_sure & ~(share < plans.share)
+    is_planned: NDArray[np.bool_] = is_sure & ~(columns.vitals.share < plans.share)
     return is_planned
 
 
@@ -395,7 +395,7 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
         weigh_as=_ints(one.client.plan.weigh_as or 0 for one in simulated),
         seconds=_floats(one.seconds for one in simulated),
         reasons=[total.reason for total in totals],
-        vitals=[one.vitals for one in simulated],
+        vitals=VitalsColumns.of(one.vitals for one in simulated),
         num_steps=_ints(len(total.steps) for total in totals),
         sizes=_ints(step.num_examples for step in steps),
         step_seconds=_floats(step.seconds for step in steps),

@@ -134,10 +134,7 @@ class Devices:
         if size is not None:
             self.cache_size = min(MAX_OPEN_DATASETS, max(2 * size, MIN_CACHE_SIZE))
         self.hardware_columns = HardwareColumns(
-            self.num_devices,
-            self._build_hardware,
-            run_seed=settings.seed,
-            cache_size=self.cache_size,
+            self.num_devices, self._build_hardware, run_seed=settings.seed
         )
 
     @functools.cached_property

@@ -7,13 +7,14 @@ entry for each device, but uses memory only near those that were needed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.client.memory.peak_model import LARGEST_SIZE
 from headwater.client.training.sampler import Seeds
-from headwater.common.messages import Vitals
+from headwater.server.planning.vitals_columns import VitalsColumns
 from headwater.simulation.fleet.random_events import are_on_battery, battery_seed
 from headwater.simulation.fleet.virtual_hardware import VirtualHardware
 
@@ -30,12 +31,14 @@ class HardwareColumns:
         hardware_of: Callable[[int, bool], VirtualHardware],
         *,
         run_seed: int,
-        cache_size: int,
     ) -> None:
         """``hardware_of`` takes a device's number and whether it is on battery."""
         self._hardware_of = hardware_of
-        self._run_seed, self._cache_size = run_seed, cache_size
-        self._vitals: tuple[dict[int, Vitals], dict[int, Vitals]] = ({}, {})
+        self._run_seed = run_seed
+        names = [one.name for one in fields(VitalsColumns)]
+        self._vitals = VitalsColumns(**{name: np.zeros(num_devices) for name in names})
+        """On mains."""
+        self._battery_share: Floats = np.zeros(num_devices)
         self._is_loaded = np.zeros(num_devices, dtype=np.bool_)
         self.is_steady = np.zeros(num_devices, dtype=np.bool_)
         """Whether a micro-batch of a given size always takes the same time."""
@@ -57,7 +60,8 @@ class HardwareColumns:
         Raises:
             HeadwaterError: a device's examples cannot be opened.
         """
-        for part in parts[~self._is_loaded[parts]].tolist():
+        new, vitals = parts[~self._is_loaded[parts]], []
+        for part in new.tolist():
             hardware = self._hardware_of(part, False)
             memory, speed = hardware.memory, hardware.constant_speed()
             with memory.holding(held_bytes):
@@ -70,25 +74,18 @@ class HardwareColumns:
             self.seconds_per_example[part] = speed.seconds_per_example
             self.transfer_seconds[part] = hardware.transfer_seconds
             self.bytes_per_example[part] = memory.bytes_per_example or 0.0
+            if hardware.on_battery:
+                self._battery_share[part] = self._hardware_of(part, True).time_share().share
             self._is_loaded[part] = True
+            vitals.append(hardware.vitals())
+        self._vitals.put(new, VitalsColumns.of(vitals))
 
-    def vitals(self, parts: Ints, *, round_number: int) -> list[Vitals]:
-        """Return the devices' vitals in a round: the same objects as long as they are equal.
-
-        A cache of far more devices than these is emptied.
-        """
-        for cached in self._vitals:
-            if len(cached) > max(self._cache_size, 2 * len(parts)):
-                cached.clear()
-        flags = are_on_battery(
-            self._battery_seeds[parts], self._on_battery[parts], round_number=round_number
-        )
-        known = self._vitals
-        return [
-            known[flag].get(part) or self._read_vitals(part, flag)
-            for part, flag in zip(parts.tolist(), flags.tolist(), strict=True)
-        ]
-
-    def _read_vitals(self, part: int, is_on_battery: bool) -> Vitals:
-        vitals = self._vitals[is_on_battery][part] = self._hardware_of(part, is_on_battery).vitals()
-        return vitals
+    def vitals(self, parts: Ints, *, round_number: int) -> VitalsColumns:
+        """Return the vitals of devices that are loaded, in a round."""
+        found, on_battery = self._vitals.some(parts), self._on_battery[parts]
+        if on_battery.any():
+            seeds = self._battery_seeds[parts]
+            is_drained = are_on_battery(seeds, on_battery, round_number=round_number)
+            found.share[is_drained] = self._battery_share[parts][is_drained]
+            found.is_on_battery[is_drained] = 1.0
+        return found

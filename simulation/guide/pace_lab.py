@@ -11,8 +11,9 @@ from typing import Any
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import PlanSettings
 from headwater.common.stats.linear_fit import Line
-from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import TransferCosts, assign
+from headwater.server.planning.vitals_columns import VitalsColumns
 
 FIXED_SECONDS = 0.002  # of each micro-batch, whatever its size
 
@@ -46,8 +47,10 @@ def plan(
     size = int(1e6 * megabytes)
     costs = TransferCosts(image_bytes=size, update_bytes=size)
     chosen = PlanSettings(micro_batch_size=micro_batch_size)
-    assigned = assign(names, estimates, {}, chosen, target=examples, costs=costs)
-    transfer = costs.transfer_seconds(link)
+    assigned = assign(
+        names, EstimateColumns.of(estimates), {}, chosen, target=examples, costs=costs
+    )
+    transfer = float(costs.transfer_seconds(VitalsColumns.of([link]))[0])
     devices, steps, seconds_of = [], [], []
     predicted = assigned.predicted_seconds(assigned.micro_batch_size).tolist()
     for one, seconds in zip(assigned.values(), predicted, strict=True):

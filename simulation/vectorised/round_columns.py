@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.messages import StopReason, Vitals
+from headwater.common.messages import StopReason
+from headwater.server.planning.vitals_columns import VitalsColumns
 from headwater.simulation.fleet.devices import ClientPlan
 from headwater.simulation.fleet.position_columns import PlaceColumns, ranges
 from headwater.simulation.fleet.window_columns import (
@@ -54,7 +55,7 @@ class RoundColumns:
     weigh_as: Ints
     seconds: Floats
     reasons: Sequence[StopReason]
-    vitals: Sequence[Vitals]
+    vitals: VitalsColumns
     num_steps: Ints
     sizes: Ints
     step_seconds: Floats
@@ -124,7 +125,8 @@ class RoundColumns:
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
         rows = at.tolist()
         columns |= {name: [getattr(self, name)[row] for row in rows] for name in _LISTS}
-        return RoundColumns(**columns, places=self.places.some(at))
+        tables = {name: getattr(self, name).some(at) for name in _TABLES}
+        return RoundColumns(**columns, **tables)
 
     @staticmethod
     def joined(parts: Sequence[RoundColumns]) -> RoundColumns:
@@ -133,8 +135,8 @@ class RoundColumns:
             return parts[0]
         if not parts:
             columns: dict[str, Any] = dict.fromkeys((*_OF_DEVICES, *_OF_STEPS), NO_INTS)
-            places = PlaceColumns.of([])
-            return RoundColumns(**columns, places=places, clients=[], reasons=[], vitals=[])
+            places, vitals = PlaceColumns.of([]), VitalsColumns.of([])
+            return RoundColumns(**columns, places=places, vitals=vitals, clients=[], reasons=[])
         columns = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in (*_OF_DEVICES, *_OF_STEPS)
@@ -143,15 +145,18 @@ class RoundColumns:
             name: list(chain.from_iterable(getattr(part, name) for part in parts))
             for name in _LISTS
         }
-        return RoundColumns(**columns, places=PlaceColumns.joined([part.places for part in parts]))
+        places = PlaceColumns.joined([part.places for part in parts])
+        vitals = VitalsColumns.joined([part.vitals for part in parts])
+        return RoundColumns(**columns, places=places, vitals=vitals)
 
 
-_LISTS = ("clients", "reasons", "vitals")
+_LISTS = ("clients", "reasons")
+_TABLES = ("places", "vitals")
 _OF_STEPS = ("sizes", "step_seconds", "peak_bytes", "local_step")
 _OF_DEVICES = tuple(
     one.name
     for one in fields(RoundColumns)
-    if one.init and one.name not in (*_LISTS, *_OF_STEPS, "places")
+    if one.init and one.name not in (*_LISTS, *_TABLES, *_OF_STEPS)
 )
 
 

@@ -16,6 +16,7 @@ from headwater.client.own_feature.device_feature import DeviceWork
 from headwater.common.messages import EvaluateReport
 from headwater.server.aggregation.believed_figures import MOST_PART, false_figures, without_figures
 from headwater.server.aggregation.round_reports import ReportColumns, total_metrics
+from headwater.server.planning.vitals_columns import VitalsColumns
 from headwater.server.rounds.evaluation import on_devices
 from tests.attacks.raw import cohort
 from tests.python_tasks import Signs
@@ -74,7 +75,7 @@ def columns(loss: list[float], **metrics: list[float]) -> ReportColumns:
         loss_sum=[10 * one for one in loss],
         metric_sums={name: [10 * one for one in values] for name, values in metrics.items()},
         seconds=[1.0] * number,
-        vitals=[],
+        vitals=VitalsColumns.of([]),
     )
 
 

@@ -22,6 +22,7 @@ from headwater.common.settings.sources import load
 from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.features import planning_features
+from headwater.server.planning.known_clients import Told
 from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.planning.target_batch import Target
 from tests.plans import local_of
@@ -75,8 +76,10 @@ class Rounds:
         return self.planner.plan(clients, round_number=1, counted={}, turn_seconds=0.0).plans
 
     def learn(self, updates: Mapping[str, Update], **refused: HeadwaterError) -> None:
-        accepted = {name: update.report for name, update in updates.items()}
-        self.planner.known.learn(NAMES, exceptions=(), accepted=accepted, ready={}, refused=refused)
+        reports = [
+            update.report.model_copy(update={"name": name}) for name, update in updates.items()
+        ]
+        self.planner.known.learn(NAMES, told=[Told.by(reports)], refused=refused)
 
 
 def trained(plan: Plan, *, seconds: float = SECONDS, **more: Any) -> Update:

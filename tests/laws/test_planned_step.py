@@ -23,12 +23,12 @@ from headwater.common.settings import schema as chosen
 from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Examples, Task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.planning.cohort import dataset_weights, slowness
+from headwater.server.planning.cohort import dataset_weights
 from headwater.server.planning.device_estimates import DeviceEstimate
 from headwater.server.planning.planner import Assignment, TransferCosts
 from tests import reference
 from tests.laws.architectures import ARCHITECTURES, NUM_EXAMPLES
-from tests.server.planning.planned import Candidate, assign
+from tests.server.planning.planned import Candidate, assign, slowness
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +66,7 @@ class Fleet:
         able = [
             device
             for device in self.devices
-            if not slowness(
-                device.estimate, deadline_seconds=self.deadline_seconds, costs=self.costs
-            )
+            if not slowness(device, deadline_seconds=self.deadline_seconds, costs=self.costs)
         ]
         return assign(
             able,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headwater.server.planning.estimate_columns import Ints
 from headwater.server.planning.planner import MAX_FINISH_SECONDS, Assigned
+from headwater.server.planning.vitals_columns import Ints
 
 # In less time a small window is mostly the scheduler's noise, and would be cut by it.
 MIN_ANSWER_SECONDS = 0.5

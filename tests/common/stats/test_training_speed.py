@@ -23,7 +23,7 @@ from headwater.common.stats.training_speed import (
     reported_line,
     updated_line,
 )
-from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import assign
 
 LINE = Line(base=0.5, each=0.25)
@@ -158,8 +158,10 @@ def test_quotas_adapt_within_two_rounds_to_a_device_five_times_slower() -> None:
     true["0"] = true["0"].times(5)
     finish: dict[str, float] = {}
     for round_number in range(3):
-        estimates = [DeviceEstimate(num_examples=10_000, line=line) for line in estimated.values()]
-        for name, assigned in assign(list(estimated), estimates, {}, plan, target=3000).items():
+        known = EstimateColumns.of(
+            DeviceEstimate(num_examples=10_000, line=line) for line in estimated.values()
+        )
+        for name, assigned in assign(list(estimated), known, {}, plan, target=3000).items():
             whole, rest = divmod(assigned.quota, 8)
             sizes = [8] * whole + [rest] * (rest > 0)
             finish[name] = sum(true[name].at(size) for size in sizes)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from headwater.common.messages import Vitals
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
-from headwater.server.planning import planner
-from headwater.server.planning.device_estimates import DeviceEstimate
+from headwater.server.planning import cohort, planner
+from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import Assigned, Assignment, TransferCosts
 
 MIB = 2**20
@@ -49,11 +49,20 @@ def assign(devices: Sequence[Candidate], chosen: settings.PlanSettings, **others
     """Assign work to some clients."""
     return planner.assign(
         [one.name for one in devices],
-        [one.estimate for one in devices],
+        EstimateColumns.of(one.estimate for one in devices),
         {one.name: one.exception for one in devices if one.exception is not None},
         chosen,
         **others,
     )
+
+
+def slowness(
+    one: Candidate, *, deadline_seconds: float | None, costs: TransferCosts
+) -> cohort.Slowness | None:
+    """Return by how much a client is too slow; None if it is not."""
+    known = EstimateColumns.of([one.estimate])
+    found = cohort.slowness([one.name], known, deadline_seconds=deadline_seconds, costs=costs)
+    return found.get(one.name)
 
 
 def plan(**changes: Any) -> settings.PlanSettings:

@@ -8,10 +8,9 @@ import pytest
 
 from headwater.common.stats.linear_fit import Line
 from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.cohort import slowness
 from headwater.server.planning.device_estimates import MIN_TIME_SHARE
 from headwater.server.planning.planner import MAX_SPEED_RATIO, TransferCosts
-from tests.server.planning.planned import MIB, assign, device, plan
+from tests.server.planning.planned import MIB, assign, device, plan, slowness
 
 EXTREMES: list[dict[str, Any]] = [
     {"each": 1e9},
@@ -48,7 +47,7 @@ def test_what_one_device_claims_does_not_break_a_round_with_a_deadline(
 ) -> None:
     honest = device("honest", 10, each=1e-8)
     liar = device("liar", **{"num_examples": 3, **claim})
-    if slowness(liar.estimate, deadline_seconds=deadline, costs=LINKED):
+    if slowness(liar, deadline_seconds=deadline, costs=LINKED):
         liar = liar._replace(exception="due")
     assigned = assign([honest, liar], plan(), target=512, deadline_seconds=deadline, costs=LINKED)
     assert assigned["honest"].quota == 10

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headwater.common.settings import schema as settings
 from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.estimate_columns import EstimateColumns
+from headwater.server.planning.device_estimates import EstimateColumns
 from headwater.server.planning.planner import SIZE_BOUNDS, SizeBound, micro_batch_sizes
 from tests.server.planning.planned import MIB, ROWS, Candidate, assign, device, devices_of, plan
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from headwater.common.messages import MAX_STEPS
 from headwater.common.settings import schema as settings
 from headwater.server.planning import plan_reasons as reasons
-from headwater.server.planning.cohort import slowness
 from headwater.server.planning.device_estimates import DEADLINE_SHARE
 from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import (
@@ -30,6 +29,7 @@ from tests.server.planning.planned import (
     devices_of,
     here_after,
     plan,
+    slowness,
 )
 
 
@@ -47,7 +47,7 @@ def test_each_client_finishes_its_quota_when_its_plan_says(
             assert math.isnan(found)
             continue
         ends = (math.ceil(work.quota / size) * line.base + work.quota * line.each) * work.speed_cut
-        share = work.estimate.time_share
+        share = work.estimate.vitals.share
         is_full = work.quota in (
             work.estimate.num_examples,
             MAX_STEPS * work.max_micro_batch_size,
@@ -98,9 +98,7 @@ def test_a_client_that_is_not_too_slow_ends_in_its_share_of_the_deadline(
 ) -> None:
     costs = TransferCosts(image_bytes=costs.image_bytes, update_bytes=costs.update_bytes)
     devices = devices_of([{**row, "each": row["each"] or 1e-3} for row in rows])
-    able = [
-        one for one in devices if not slowness(one.estimate, deadline_seconds=deadline, costs=costs)
-    ]
+    able = [one for one in devices if not slowness(one, deadline_seconds=deadline, costs=costs)]
     assigned = assign(able, plan(), target=512, deadline_seconds=deadline, costs=costs)
     for work in assigned.values():
         # A device that is not believed to be so fast may be thought too late with one example.
@@ -121,7 +119,7 @@ def test_a_client_that_cannot_finish_one_example_in_time_is_too_slow_by_that_fac
 ) -> None:
     def found(seconds: float) -> str | None:
         one = device(each=seconds, deadline_share=deadline_share)
-        why = slowness(one.estimate, deadline_seconds=10.0, costs=TransferCosts())
+        why = slowness(one, deadline_seconds=10.0, costs=TransferCosts())
         return None if why is None else why.reason
 
     limit = 10 * deadline_share
@@ -133,17 +131,15 @@ def test_transfers_turn_and_share_of_time_count_against_the_deadline() -> None:
     costs = TransferCosts(image_bytes=1000, update_bytes=1000, turn_seconds=1.0)
     one = device(each=1.0, share=0.25, download_bytes_per_second=500, upload_bytes_per_second=1000)
     # 2 s down, 1 / 0.25 s of work, 1 s up and 1 s of its turn are 8 s.
-    assert slowness(one.estimate, deadline_seconds=8.9, costs=costs) is None
-    found = slowness(one.estimate, deadline_seconds=8.8, costs=costs)
+    assert slowness(one, deadline_seconds=8.9, costs=costs) is None
+    found = slowness(one, deadline_seconds=8.8, costs=costs)
     assert found is not None
     assert found.factor == 8.0 / (8.8 * DEADLINE_SHARE)
 
 
 def test_without_a_deadline_or_a_known_speed_no_client_is_too_slow() -> None:
-    assert slowness(device(each=1e9).estimate, deadline_seconds=None, costs=TransferCosts()) is None
-    assert (
-        slowness(device(each=None).estimate, deadline_seconds=1e-6, costs=TransferCosts()) is None
-    )
+    assert slowness(device(each=1e9), deadline_seconds=None, costs=TransferCosts()) is None
+    assert slowness(device(each=None), deadline_seconds=1e-6, costs=TransferCosts()) is None
 
 
 def test_an_exception_is_assigned_one_example() -> None:

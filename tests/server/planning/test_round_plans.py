@@ -107,12 +107,12 @@ def test_a_left_out_client_s_new_description_counts_as_soon_as_it_arrives() -> N
     }
     plans(made, here, 1)
     plans(made, here, 2)
-    assert made.known.estimates["slow"].is_outdated
+    assert made.known["slow"].is_outdated
     followed = Line(base=90.0, each=1.0)  # as measured when it was invited as an exception
-    made.known.estimates["slow"] = replace(made.known.estimates["slow"], line=followed)
+    made.known.restore({**made.known, "slow": replace(made.known["slow"], line=followed)})
     for number in range(3, 9):  # in which each has its turn three times
         plans(made, here, number)
-        assert made.known.estimates["slow"].line == followed
+        assert made.known["slow"].line == followed
     again = {**here, "slow": here["slow"].model_copy(update=fast)}
     invited = [
         name
@@ -120,7 +120,7 @@ def test_a_left_out_client_s_new_description_counts_as_soon_as_it_arrives() -> N
         for name in plans(made, again, number, described=["slow"] if number == 9 else ())
     ]
     assert invited.count("slow") == 2
-    assert not made.known.estimates["slow"].is_outdated
+    assert not made.known["slow"].is_outdated
 
 
 def test_the_log_says_once_that_the_target_is_more_than_the_clients_own(

@@ -131,7 +131,7 @@ def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple
         seconds = (one_of.seconds.tolist(), one_of.step_seconds.tolist())
         all_of[client.name] = (
             *(column.tolist() for column in columns),
-            *(*seconds, one_of.reasons, one_of.vitals),
+            *(*seconds, one_of.reasons, list(one_of.vitals)),
             *(*one_of.places, devices.positions[client.part]),
         )
     return all_of
