@@ -474,6 +474,8 @@ class MaskingTooWeak(SessionRefused):
         "start the server and all devices with the same --secure-aggregation; in active mode each "
         "device also needs --identity and --allow-list (`headwater-client identity`)"
     )
+class TooLittleTime(MaskingTooWeak):
+    """The plan gives the device less time than its part takes; it is asked for its speed again."""
 class RingCanWrap(SessionRefused):
     """The sum of the whole cohort might not fit the ring."""
 class SessionReplayed(SessionRefused):

@@ -96,6 +96,10 @@ class Terms(BaseModel):
         """Whether nothing that the server sees of the answer may depend on the device's data."""
         return False
 
+    def unfit_for_masks(self, quota: int) -> str | None:
+        """Return what could make a member's part of a masked sum other than its weight says."""
+        return None
+
     @property
     def keeps_update(self) -> bool:
         """Whether the device answers with a ``ReadyReport``, and gives its update later."""

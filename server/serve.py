@@ -16,6 +16,7 @@ import torch
 from headwater.common.errors import HeadwaterError, SettingsError, StateError
 from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.settings.schema import Settings
+from headwater.common.system.atomic_file import make_private_folder
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.task_spec import name_of
@@ -86,7 +87,7 @@ def serve_run(
     folder = settings.out
     if folder is not None:
         with contextlib.suppress(OSError):  # the round log reports what is wrong with the folder
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
         folder = folder if folder.is_dir() else None
     run_id, round_number = checkpoint.run_position(settings.out, resume=resume)
     servicer = Servicer(

@@ -25,7 +25,7 @@ from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import AlgorithmBroken, NonFiniteUpdate
 from headwater.common.local_training.terms import PLAIN, LocalPlan
-from headwater.common.model.vectors import all_finite
+from headwater.common.model.vectors import all_finite, saturate
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class LocalWork:
 
         Raises:
             AlgorithmBroken: it is no float32 vector [P], or no example was summed for it.
-            NonFiniteUpdate: it is not finite.
+            NonFiniteUpdate: it is not finite, and the plan does not hide the data.
         """
         own_P, round_text = self._context.accumulator.values_P, f"round {self._plan.round}"
         if not self.is_taken:
@@ -178,7 +178,9 @@ class LocalWork:
             )
         if values_P is not own_P:
             own_P.copy_(values_P.detach())
-        if not all_finite(own_P):
+        if self._plan.hides_data:  # a member's part must not hang on how far its own steps led
+            saturate(own_P)
+        elif not all_finite(own_P):
             raise NonFiniteUpdate(
                 f"{self._context.name}, {round_text}: {name} diverged",
                 remedy="lower --local-learning-rate or --local-steps",

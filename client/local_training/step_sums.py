@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import add_micro_batch
+from headwater.client.training.gradient_pass import AddMicroBatch, add_micro_batch
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules
-from headwater.client.training.window import AddMicroBatch, sum_window
+from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan
@@ -79,4 +79,5 @@ def _joined(first: WindowSum, second: WindowSum) -> WindowSum:
         num_reductions=first.num_reductions + second.num_reductions,
         micro_batch_size=min(first.micro_batch_size, second.micro_batch_size),
         reason=second.reason,
+        are_apart=first.are_apart or second.are_apart,
     )

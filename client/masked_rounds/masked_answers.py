@@ -7,7 +7,9 @@ overflows or has no usable example gives an update of weight 0. The device's own
 
 The answer leaves at the time that the plan says (``answer_seconds``), which the server computes
 from public figures; what is not done by then is left out. What time still shows: a single
-micro-batch that takes longer than the whole plan should, as a power of two, and the machine's load.
+micro-batch that takes longer than the whole plan should, as a power of two, and the machine's load;
+and once in a device's life that a window had to be taken apart (``client.training.faults``), as the
+device asks for the time of that from then on.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from headwater.client.flower.state_file import (
     REPEATS,
     SAMPLER,
     SECURE,
+    SPEED,
 )
 from headwater.client.masked_rounds.masked_description import padded, vitals_without_training
 from headwater.client.masked_rounds.of_request import enrolment_of, history_of
@@ -41,6 +44,7 @@ from headwater.client.secagg.plan_policy import (
     check_passed,
     check_repeats,
     most_planned,
+    taken_apart,
 )
 from headwater.client.secagg.prepare import (
     floor_of,
@@ -124,8 +128,26 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
         if is_active and is_stopped:
             passed_seconds = time.monotonic() - start_seconds
             check_passed(plan, request.speed, passed_seconds, name=identity.name)
+        if trainer.progress.are_apart and passed_seconds > (plan.answer_by or 0.0):
+            _ask_for_more_time(request)
     _add_pending(request, plan, update, model=model, examples=window.examples)
     return padded(ReadyReport(name=identity.name, round=plan.round, seconds=seconds, vitals=vitals))
+
+
+def _ask_for_more_time(request: DeviceRequest) -> None:
+    """Take no more plans without the time of a window that has to be taken apart.
+
+    The server saw that this one was. Answers that are late now and then would tell it more.
+    """
+    history = history_of(request)
+    if request.speed is not None and not history.was_taken_apart:
+        history.note_taken_apart()
+        records.save_state(request.context, SPEED, taken_apart(request.speed))
+        log.warning(
+            "%s: its masked window was late: micro-batches failed, as where training diverges, and "
+            "were summed example by example; from now on it asks for the time that this takes",
+            request.identity.name,
+        )
 
 
 def _follow_repeats(request: DeviceRequest, plan: Plan, *, model: bytes) -> SamplerState:

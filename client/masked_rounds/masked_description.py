@@ -23,6 +23,8 @@ from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SHARE, SPEED
 from headwater.client.frozen.frozen_parts import holds_frozen
+from headwater.client.masked_rounds.of_request import history_of
+from headwater.client.secagg.plan_policy import taken_apart
 from headwater.client.secagg.prepare import checked_metrics, padded_head, public_vitals
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.batch_fetch import Batches
@@ -31,6 +33,7 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.settings.training import ChosenPrecision
+from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import reported_line
 from headwater.common.task import Examples, loss_sum_alone
 
@@ -84,6 +87,10 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
     trainer.loaded_model.check_layout(identity.name, wanted)
     figures, metrics = _figures(request, hardware, wanted)
     speed = figures.speed
+    pace: Line | None = None
+    if speed is not None:
+        pace = Line(base=speed.seconds_per_micro_batch, each=speed.seconds_per_example)
+        pace = taken_apart(pace) if history_of(request).was_taken_apart else pace
     lacks_frozen = not holds_frozen(request, wanted.frozen)  # measured under the device's own model
     report = DeviceReport(
         name=identity.name,
@@ -96,16 +103,16 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
                 "bytes_per_example": figures.bytes_per_example,
             }
         ),
-        seconds_per_micro_batch=speed.seconds_per_micro_batch if speed else None,
-        seconds_per_example=speed.seconds_per_example if speed else None,
+        seconds_per_micro_batch=pace.base if pace else None,
+        seconds_per_example=pace.each if pace else None,
         fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
         metrics=metrics,
         precision=figures.precision,
         lacks_frozen=lacks_frozen,
         task=trainer.task_code,
     )
-    if (pace := reported_line(report)) is not None and not request.is_simulated:
-        records.save_state(request.context, SPEED, pace)  # by which plans are checked
+    if (told := reported_line(report)) is not None and not request.is_simulated:
+        records.save_state(request.context, SPEED, told)  # by which plans are checked
     return padded(report)
 
 

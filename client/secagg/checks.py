@@ -10,7 +10,7 @@ in ``client.secagg.roster_checks``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -79,7 +79,7 @@ CHECKS = _rows(
      "t holders can be left after the dropouts that the client assumes"),
     ("same plan", "share_keys", errors.PlanMismatch,
      "the session is for plans that have all but quota, micro-batch and times in common"),
-    ("own share", "share_keys, masked_update", errors.WeightTooLarge,
+    ("own share", "share_keys", errors.WeightTooLarge,
      "the client's weight, planned and carried, is at most its own share of all, no other's more"),
     ("steps for each", "share_keys", errors.MaskingTooWeak,
      "each member has at least the client's own number of steps of the ring for a coordinate"),
@@ -106,6 +106,8 @@ CHECKS = _rows(
      "U2 has only members that dealt shares, each once, and this client"),
     ("enough maskers", "masked_update", errors.CohortTooSmall,
      "U2 has at least 3 members, the client's own minimum, and t of its holders"),
+    ("share of the fewest", "masked_update", errors.WeightTooLarge,
+     "the client's weight is at most its own share of the lightest members that may be left"),
     ("honest noise", "masked_update", errors.CohortTooSmall,
      "of the fewest survivors of U2 at least one is honest and adds noise to a private sum"),
     ("mask keys", "masked_update", errors.BadPublicKey,
@@ -140,24 +142,27 @@ def check_unmasked(device: Participant, record: SessionRecord) -> None:
         )
 
 
-def check_share(members: Iterable[Member], names: Container[str], device: Participant) -> None:
-    """Check that the sum would not be mostly this client's own update.
+def check_share(members: Iterable[Member], device: Participant) -> None:
+    """Check that the sum of all members would not be mostly this client's own update."""
+    share = own_share(members, device)
+    if share > 1:
+        found = share * Fraction(str(device.floor.max_share))
+        raise errors.WeightTooLarge(
+            f"{device.name}: its planned weight of {device.planned_weight:,}, with "
+            f"{device.carried_weight:,} carried from earlier rounds, would be {float(found):.0%} "
+            f"of the session, at most {device.floor.max_share:.0%} are accepted"
+        )
+
+
+def own_share(members: Iterable[Member], device: Participant) -> Fraction:
+    """Return this client's share of what some members bring, over the largest that it accepts.
 
     What earlier updates left (error feedback) weighs as these did. Another member counts for no
     more than this client: a colluding one could claim any weight.
     """
     own = device.planned_weight + device.carried_weight
-    total = sum(
-        min(member.planned_weight + (member.carried_weight or 0), own)
-        for member in members
-        if member.name in names
-    )
-    if own > Fraction(str(device.floor.max_share)) * total:
-        raise errors.WeightTooLarge(
-            f"{device.name}: its planned weight of {device.planned_weight:,}, with "
-            f"{device.carried_weight:,} carried from earlier rounds, would be {own / total:.0%} of "
-            f"the session, at most {device.floor.max_share:.0%} are accepted"
-        )
+    total = sum(min(_weight_of(member), own) for member in members)
+    return own / (Fraction(str(device.floor.max_share)) * total)
 
 
 def check_delivery(request: CheckRequest, session: SessionView, device: Participant) -> None:
@@ -210,7 +215,32 @@ def check_members(members: tuple[str, ...], state: AwaitingMaskRequest) -> None:
             f"{device.name}: U2 has {len(u2)} members; at least {least} are required, and "
             f"{session.parameters.threshold} of this client's holders"
         )
-    check_share(session.members.values(), u2, device)
+    if own_share(_fewest_left(u2, session, device), device) > 1:
+        raise errors.WeightTooLarge(
+            f"{device.name}: its planned weight of {device.planned_weight:,} would be more than "
+            f"{device.floor.max_share:.0%} of the sum if the heaviest of the other {len(u2) - 1} "
+            "members dropped out, as many as this device allows"
+        )
+
+
+def _fewest_left(u2: frozenset[str], session: SessionView, device: Participant) -> Iterator[Member]:
+    """Yield the members of U2 that are in the sum at least, if those of most weight are not.
+
+    Which of them have dropped out is the server's word. So the lightest are counted on.
+    """
+    others = sorted((session.members[name] for name in u2 if name != device.name), key=_weight_of)
+    yield session.members[device.name]
+    yield from others[: _least_survivors(device, len(u2)) - 1]
+
+
+def _least_survivors(device: Participant, num_members: int) -> int:
+    """Return how many members of a U2 have to be in a sum that this device helps to open."""
+    floor = device.floor
+    return max(MIN_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, num_members))
+
+
+def _weight_of(member: Member) -> int:
+    return member.planned_weight + (member.carried_weight or 0)
 
 
 def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Participant) -> None:
@@ -257,7 +287,7 @@ def check_survivors(
     request: SurvivorsRequest | UnmaskRequest, state: AwaitingUnmask | SessionFinished
 ) -> bytes:
     """Check U3 against U2 and against an earlier answer; return the survivor set's digest."""
-    device, session, floor = state.device, state.session, state.device.floor
+    device, session = state.device, state.session
     survived, dropped, u2 = set(request.survived), set(request.dropped), set(state.members)
     if both := survived & dropped:
         raise errors.BothSharesAsked(
@@ -271,7 +301,7 @@ def check_survivors(
         )
     if device.name not in survived:
         raise errors.SurvivorsRefused(f"{device.name}: it masked its update, but is not a survivor")
-    least = max(MIN_MEMBERS, floor.min_members, ceil_fraction(floor.min_survivors, len(u2)))
+    least = _least_survivors(device, len(u2))
     if len(survived) < least:
         raise errors.SurvivorsRefused(
             f"{device.name}: {len(survived)} of {len(u2)} members survived, at least {least} are "

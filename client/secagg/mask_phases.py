@@ -30,8 +30,8 @@ from headwater.client.secagg.states import (
 )
 from headwater.client.secagg.types import Participant, UnmaskedUpdate
 from headwater.common.errors import OutOfPhase
-from headwater.common.model.vectors import all_finite
-from headwater.common.secagg.fixed_point import RingVector, encode_in_place
+from headwater.common.model.vectors import LARGEST, all_finite, saturate
+from headwater.common.secagg.fixed_point import RingVector, encode_in_place, is_coarse
 from headwater.common.secagg.hadamard_rotation import Rotation, rotate_in_place
 from headwater.common.secagg.keys import agree, pairwise_sign, self_mask_key
 from headwater.common.secagg.masked_numbers import NUM_EXAMPLES, NUM_REFUSED, in_names_of, widest
@@ -45,7 +45,7 @@ from headwater.common.secagg.protocol import (
     UnmaskReply,
     UnmaskRequest,
 )
-from headwater.common.secagg.scalar_encoding import are_within, encode_scalars, encode_sums
+from headwater.common.secagg.scalar_encoding import cut_to_limits, encode_scalars, encode_sums
 from headwater.common.secagg.session import survivors_message
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,10 @@ def _encode(
 ) -> tuple[RingVector, NDArray[np.uint64], NDArray[np.uint64]]:
     """Encode vector, numbers and sums; clipped entries of the first two are in ``num_clipped``.
 
-    An update that cannot be encoded is masked as zeros of weight 0: a refusal would tell the server
-    that some example of it, under a model of the server's choice, has no finite gradient.
+    What cannot be encoded is cut to what can (``with_usable_values``): a refusal would tell the
+    server that some example has no finite gradient under a model of the server's choice. In a ring
+    of few steps for this vector the rounding is stochastic: to nearest it would be zeros, and the
+    sum another member's alone.
 
     A private session's vector gets its share of the noise, as does the bit on the clip norm. Its
     clipped entries stay uncounted: their number depends on the data.
@@ -209,9 +211,11 @@ def _encode(
             max_weight=parameters.encoding.max_weight,
             ring_bits=parameters.encoding.ring_bits,
         )
-        random = np.random.default_rng(int.from_bytes(state.device.random(32), "little"))
+        random = _random_of(state.device)
         # A rotation adds up coordinates, which may overflow.
         update = with_usable_values(update, state.device)
+    elif state.noise_sigma is None and is_coarse(update.values_P, parameters.encoding):
+        random = _random_of(state.device)
     # The ring has room for each member's planned weight, of which a sum of weight 0 needs some. All
     # have the bound of the largest: else a small one would show who was clipped, by its quota.
     members = state.previous.session.members.values()
@@ -236,29 +240,39 @@ def _encode(
     return vector, scalars, encode_sums(update.sums_S, parameters.sums)
 
 
-def with_usable_values(update: UnmaskedUpdate, device: Participant) -> UnmaskedUpdate:
-    """Return the update; set to zeros of weight 0, in place, if it cannot be masked as it is.
+def _random_of(device: Participant) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(device.random(32), "little"))
 
-    That is one with a NaN or an infinity in its vector or numbers, with a weight beyond the plan's,
-    or with a sum beside the model's that is beyond its limit. Its examples count as left out.
+
+def with_usable_values(update: UnmaskedUpdate, device: Participant) -> UnmaskedUpdate:
+    """Return the update with all that is beyond a limit cut to it, in place; a NaN counts as 0.
+
+    Nothing that a server's model can lead to clears an update: the others' sum would be one
+    member's. Only a weight beyond the plan's does, as of a task whose examples weigh more than it
+    says: that is set to zeros of weight 0, and its examples count as left out. So is a private
+    vector that is not finite: it was not clipped, and noise hides that the others are more.
     """
-    numbers = update.numbers
-    is_usable = all(map(math.isfinite, numbers.values())) and all_finite(update.values_P)
-    is_usable = is_usable and are_within(update.sums_S, device.sums)
-    if is_usable and 0 <= update.weight <= device.planned_weight:
-        return update
-    log.warning("an update that is not finite, or too heavy, is masked as one of weight 0")
+    is_private = device.privacy is not None
+    is_usable = 0 <= update.weight <= device.planned_weight
+    is_usable = is_usable and (not is_private or all_finite(update.values_P))
+    saturate(update.values_P)
+    cut_to_limits(update.sums_S, device.sums)
+    numbers = {name: _usable(value) for name, value in update.numbers.items()}
+    if is_usable:
+        return replace(update, numbers=numbers)
+    log.warning("an update that is too heavy, or not clipped, is masked as one of weight 0")
     update.values_P.zero_()
     update.sums_S.zero_()
-    num_left_out = sum(
-        int(numbers[name])
-        for name in (NUM_EXAMPLES, NUM_REFUSED)
-        if math.isfinite(numbers.get(name, math.nan))
-    )
+    num_left_out = sum(int(numbers.get(name, 0)) for name in (NUM_EXAMPLES, NUM_REFUSED))
     cleared: dict[str, float | int] = dict.fromkeys(numbers, 0)
     if NUM_REFUSED in numbers:
         cleared[NUM_REFUSED] = num_left_out
     return replace(update, numbers=cleared)
+
+
+def _usable(number: float) -> float:
+    """Return a finite number; its ring cuts it to its own range."""
+    return 0.0 if math.isnan(number) else min(max(number, -LARGEST), LARGEST)
 
 
 def _with_answered_set(state: MaskedState, digest: bytes) -> MaskedState:

@@ -6,6 +6,8 @@ in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a fil
 
 * a secret, drawn once, from which its order of examples in masked rounds follows;
 * for each masked update the model, as a keyed digest, and the numbers of the examples;
+* whether a window had to be taken apart and was late for it, which the server saw: once in the
+  device's life, as it asks for the time of such a window from then on;
 * where the data have changed, a keyed digest of the examples' names, or of their number. At the
   models before such a line the device masks nothing more: another file has each number now.
 
@@ -78,6 +80,17 @@ class MaskedHistory(Protocol):
             StateError: it could not be stored.
         """
 
+    @property
+    def was_taken_apart(self) -> bool:
+        """Whether a window was late because it had to be taken apart."""
+
+    def note_taken_apart(self) -> None:
+        """Note that a window was.
+
+        Raises:
+            StateError: it could not be stored.
+        """
+
 
 class NoHistory:
     """The history of a simulated device: one party plays all devices, and nothing is hidden."""
@@ -102,6 +115,14 @@ class NoHistory:
     ) -> None:
         """Note nothing."""
 
+    @property
+    def was_taken_apart(self) -> bool:
+        """Return False: the time of a simulated device is the simulator's."""
+        return False
+
+    def note_taken_apart(self) -> None:
+        """Note nothing."""
+
 
 class HistoryFile:
     """A device's history in a file."""
@@ -118,6 +139,8 @@ class HistoryFile:
         self._examples: Examples | None = None
         """The data of the last check, and the digest of those in the file's last such line."""
         self._data: str | None = None
+        self.was_taken_apart = False
+        """See ``MaskedHistory``."""
         self._of_others: set[str] = set()
         """The models at which other data were masked."""
         self._last: tuple[object, ...] = ()
@@ -217,6 +240,22 @@ class HistoryFile:
                 remedy="continue that run with --resume, or begin with another model (--seed)",
             )
 
+    def note_taken_apart(self) -> None:
+        """Note that a window was late because it had to be taken apart.
+
+        Raises:
+            StateError: it could not be stored.
+        """
+        if not self.was_taken_apart:
+            try:
+                with self._locked():
+                    self._read_more()
+                    self._append({"model": "", "examples": [], "planned": 0, "apart": True})
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                raise StateError(f"the device cannot write what it masks: {why}") from error
+            self.was_taken_apart = True
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes of the device from adding: each looks at what the others did.
@@ -249,6 +288,7 @@ class HistoryFile:
             if "data" in line:
                 self._note_data(str(line["data"]))
                 continue
+            self.was_taken_apart |= bool(line.get("apart"))
             self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
 
     def _note_data(self, data: str) -> None:

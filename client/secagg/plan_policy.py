@@ -18,6 +18,7 @@ from headwater.common.errors import (
     CohortTooSmall,
     CountOutOfRange,
     MaskingTooWeak,
+    TooLittleTime,
     UpdateAlreadyMasked,
 )
 from headwater.common.messages import MAX_STEPS, Plan
@@ -110,6 +111,12 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
                 "all be in one session",
                 remedy="raise secure.corrupted on the server, or lower it on the device",
             )
+    for one in plan.terms.values():
+        if (fault := one.unfit_for_masks(plan.quota)) is not None:
+            raise MaskingTooWeak(
+                f"{name}, round {plan.round}: {fault}",
+                remedy="set usual arguments of the local optimizer, and fewer local steps",
+            )
     if plan.accumulation_steps > MAX_STEPS:  # the window would end there, short of its quota
         raise CountOutOfRange(
             f"{name}, round {plan.round}: {plan.quota:,} examples in micro-batches of "
@@ -139,7 +146,8 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
     that, as a server that never asks could then give any time.
 
     Raises:
-        MaskingTooWeak: it does not.
+        MaskingTooWeak: it does not say so, or would keep the device silent for long.
+        TooLittleTime: it does not.
     """
     if pace is None and needs_pace:
         raise MaskingTooWeak(
@@ -158,7 +166,7 @@ def check_time(plan: Plan, pace: Line | None, *, name: str, needs_pace: bool = F
             remedy="lower secure.answer_factor on the server",
         )
     if given < LEAST_TIME * needed:
-        raise MaskingTooWeak(
+        raise TooLittleTime(
             f"{name}, round {plan.round}: the plan gives {given:.3g} s for {plan.quota} examples "
             f"in micro-batches of {plan.micro_batch_size}, and this device told that they take "
             f"{needed:.3g} s: what it leaves out would show the other members' parts",
@@ -182,6 +190,14 @@ def check_passed(plan: Plan, pace: Line | None, seconds: float, *, name: str) ->
             f"{needed:.3g} s: the little that it has summed would show the other members' parts",
             remedy="nothing is to be done: it takes part again when it is back",
         )
+
+
+def taken_apart(pace: Line) -> Line:
+    """Return the pace of windows each of which has to be taken apart.
+
+    Each micro-batch is passed twice, and each example then alone.
+    """
+    return Line(base=2 * pace.base, each=2 * pace.each + pace.base)
 
 
 def _seconds_of(plan: Plan, pace: Line) -> float:

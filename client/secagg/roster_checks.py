@@ -84,7 +84,7 @@ def check_roster(
         _check_identities(roster.members, request, device)
     num_members = len(roster.members)
     check_thresholds(parameters, num_members, device)
-    check_share(roster.members, {member.name for member in roster.members}, device)
+    check_share(roster.members, device)
     _check_ring(parameters, roster.members, device)
     check_noise(parameters, num_members, device)
     _check_numbers(parameters, num_members, device)

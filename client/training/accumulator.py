@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.common.errors import TaskError
 from headwater.common.model.parameters import ModelImage
-from headwater.common.model.vectors import CHUNK, all_finite, squared_norm
+from headwater.common.model.vectors import CHUNK, all_finite, saturate, squared_norm
 
 VERSION = attrgetter("_version")
 
@@ -129,6 +129,15 @@ class Accumulator:
         finally:
             self._views, self._addresses, self._versions = own
             self._set_gradients()
+
+    def add_apart(self, collected: Tensor, unused: Collection[int]) -> None:
+        """Add a finite vector that was collected ``apart``; the sum is cut to float32's range.
+
+        ``unused`` are the parameters that no pass reached meanwhile.
+        """
+        self.memory.add_(collected)
+        saturate(self.memory)
+        self.mark_used(unused)
 
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of ``values_P``; it is finite if and only if ``memory`` is.

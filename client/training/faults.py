@@ -18,7 +18,9 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.fitting import after_failed_allocation
 from headwater.client.training.gradient_pass import (
     GRADIENT_FAULT,
+    AddMicroBatch,
     InvalidGradients,
+    MicroBatchResult,
     NonFiniteLoss,
     backward,
     forward,
@@ -30,6 +32,7 @@ from headwater.common.data.example_faults import ExampleFault, loss_fault
 from headwater.common.data.example_lengths import Positions
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import Plan
+from headwater.common.model.vectors import all_finite, saturate
 from headwater.common.task import loss_sum_alone
 
 FAULTS = (NonFiniteLoss, InvalidGradients, MemoryError)
@@ -85,20 +88,11 @@ def _leave_out_bad(
 ) -> WindowSum:
     """Find the examples that made a micro-batch fail, and go on without them.
 
-    In a plan that hides its data nothing is searched, as passes take time, which the server sees.
-    If the plan says when it is answered, the micro-batch is cut into single examples: a server that
-    lies could else choose models at which members with large ones lose all they have. Otherwise
-    it is left out whole.
+    In a plan that hides its data, see ``_taken_apart``.
     """
     is_invalid = fault.kind is not NonFiniteLoss  # a forward pass that raised may hide a gradient's
     if plan.hides_data:
-        if fault.kind is InvalidGradients:
-            raise _lost(plan, context, fault.why)
-        if plan.answer_by is not None and len(positions) > 1:
-            total.remaining.extendleft((p,) for p in reversed(positions))
-        else:
-            total.leave_out(positions, MICRO_BATCH_FAULT)
-        return total
+        return _taken_apart(plan, positions, total, context, fault)
     bad = bad_examples(plan, window, positions, context, with_backward=is_invalid)
     if not bad:  # only of a loss: nothing was added, and the micro-batch is fetched again
         total.num_retries += 1
@@ -116,20 +110,83 @@ def _leave_out_bad(
     return total
 
 
+def _taken_apart(
+    plan: Plan,
+    positions: Positions,
+    total: WindowSum,
+    context: TrainingContext,
+    fault: MicroBatchFault,
+) -> WindowSum:
+    """Cut a micro-batch that failed into single examples, in a plan that hides its data.
+
+    What an example adds must not hang on the others beside it: a server that lies chooses models at
+    which large micro-batches fail, or large windows overflow, and would open the update of the one
+    member that it gave small ones. From now on each micro-batch is collected apart (``add_apart``),
+    and the window takes the time that it takes. No example is searched for, and without an
+    answer time, when passes would show in the time, the micro-batch is left out whole.
+    """
+    if plan.answer_by is None:
+        if fault.kind is InvalidGradients:
+            raise _lost(plan, context, fault.why)
+        total.leave_out(positions, MICRO_BATCH_FAULT)
+        return total
+    is_spoiled = fault.kind is InvalidGradients and not total.are_apart
+    total.are_apart = True
+    if len(positions) == 1 and not is_spoiled:
+        total.leave_out(positions, fault.why)
+        return total
+    total.remaining.extendleft((p,) for p in reversed(positions))
+    if is_spoiled:
+        context.accumulator.zero()
+        return total.restarted([*total.done, *total.remaining])
+    return total
+
+
+def add_apart(
+    plan: Plan,
+    window: Window,
+    positions: Positions,
+    context: TrainingContext,
+    since_seconds: float,
+    *,
+    add: AddMicroBatch,
+) -> MicroBatchResult:
+    """Add a micro-batch by way of a vector of its own, so that it can spoil no other's gradients.
+
+    Of a single example a NaN counts as 0, and an infinity as the largest number: its other
+    coordinates count. Beyond float32 the sum stays at the largest number.
+
+    Raises:
+        NonFiniteLoss, MemoryError, TaskError: see ``add``.
+        InvalidGradients: the gradient of several examples is not finite; nothing was added.
+    """
+    accumulator = context.accumulator
+    with accumulator.apart() as own:
+        result = add(plan, window, positions, context, since_seconds)
+        if not all_finite(own):
+            if len(positions) > 1:
+                raise InvalidGradients
+            saturate(own)
+        unused = accumulator.unused()
+    accumulator.add_apart(own, unused)
+    return result
+
+
 def check_vector(plan: Plan, total: WindowSum, context: TrainingContext) -> WindowSum:
     """Check that the vector is finite; return the total, or a restarted one if it is not.
 
     From then on it is checked after each micro-batch, so that a failure is that micro-batch's.
 
     Raises:
-        NonFiniteUpdate: in a plan that hides its data it is not finite.
+        NonFiniteUpdate: it is not finite, in a plan that hides its data and has no answer time.
     """
     total.is_careful = True
     try:
         total.steps[-1] = with_norm(total.steps[-1], context)
     except InvalidGradients as error:
-        if plan.hides_data:
+        if plan.hides_data and plan.answer_by is None:
             raise _lost(plan, context, error.fault) from error
+        total.are_apart = plan.hides_data
         context.accumulator.zero()
         return total.restarted([*total.done, *total.remaining])
     total.needs_check = False

@@ -49,6 +49,10 @@ class MicroBatchResult:
     """Whether the vector may not be finite now."""
 
 
+AddMicroBatch = Callable[[Plan, Window, Positions, TrainingContext, float], MicroBatchResult]
+"""Adds a micro-batch to the vector; the step's time counts from the last argument."""
+
+
 class NonFiniteLoss(Exception):
     """The loss is not finite; nothing was added to the vector."""
 
@@ -87,6 +91,8 @@ def add_micro_batch(
     context.memory.begin(load)
     num_changes = accumulator.num_changes
     loss, weight, metrics = forward(plan, window, positions, context)
+    if plan.hides_data:  # a figure of the server's model's loses no gradient
+        metrics = {name: value if math.isfinite(value) else 0.0 for name, value in metrics.items()}
     loss_value = checked_loss(loss, metrics, accumulator, num_changes)
     backward(loss)
     context.clock.worked(size)

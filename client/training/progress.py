@@ -20,6 +20,8 @@ class TrainingProgress:
     num_examples: int = 0
     num_left_out: int = 0
     """Examples that cannot be trained on."""
+    are_apart: bool = False
+    """Whether a masked window had to be taken apart, see ``client.training.faults``."""
     seconds: float = 0.0
     """From the start of the plan's training to the end of the last micro-batch."""
     _begun: float = 0.0
@@ -27,13 +29,17 @@ class TrainingProgress:
     def begin(self, plan: Plan) -> None:
         """Start over with a plan."""
         self.plan, self.num_steps, self.num_examples, self.num_left_out = plan, 0, 0, 0
+        self.are_apart = False
         self.seconds = 0.0
         self._begun = time.monotonic()
 
-    def reach(self, num_steps: int, num_examples: int, num_left_out: int) -> None:
+    def reach(
+        self, num_steps: int, num_examples: int, num_left_out: int, *, are_apart: bool = False
+    ) -> None:
         """Take the work done so far; it is less than before if the window was begun again."""
         self.num_steps, self.num_examples = num_steps, num_examples
         self.num_left_out = num_left_out
+        self.are_apart = are_apart
         self.seconds = time.monotonic() - self._begun
 
     @property

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from headwater.client.memory.activation_checkpointing import is_on_in
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.gradient_pass import add_micro_batch
+from headwater.client.training.gradient_pass import AddMicroBatch, add_micro_batch
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
-from headwater.client.training.window import AddMicroBatch, sum_window
+from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum, flat
 from headwater.common.errors import EmptyUpdate, NonFiniteUpdate, NothingWeighed
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.layout import changed
 from headwater.common.model.parameters import ModelImage
-from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.model.vectors import CHUNK, all_finite, saturate
 from headwater.common.task import tell_round
 
 
@@ -251,7 +251,10 @@ def plain_update(work: Work) -> Update:
             f"{context.name}, round {plan.round}: each of {total.num_examples} examples has a "
             "weight of 0: there is no mean of their losses to scale, or to step along"
         )
-    if not scale(work.values_P, by=weight, over=total.weight):
+    is_finite = scale(work.values_P, by=weight, over=total.weight)
+    if plan.hides_data:
+        saturate(work.values_P)
+    elif not is_finite:
         raise NonFiniteUpdate(
             f"{context.name}, round {plan.round}: the sum over weight {total.weight} overflows "
             f"float32 when scaled to weight {weight}"

@@ -94,6 +94,7 @@ def plain_totals(total: WindowSum) -> dict[str, Any]:
         "refused": total.refused,
         "num_cut_smaller": total.num_reductions,
         "micro_batch_size": total.micro_batch_size,
+        "apart": total.are_apart,
     }
 
 
@@ -112,4 +113,5 @@ def totals_of(state: Mapping[str, Any]) -> WindowSum:
         num_reductions=state["num_cut_smaller"],
         micro_batch_size=state["micro_batch_size"],
         needs_check=bool(done),
+        are_apart=state.get("apart", False),
     )

@@ -7,8 +7,9 @@ to that time; the last micro-batch is shortened for it. At the predicted pace th
 quota, and slower and faster clients offset each other. The number of examples stays between the
 plan's ``min_examples`` and ``max_examples``.
 
-A plan with an answer time is answered then, whatever the data (``Plan.answer_by``). Its window
-ends before that even if it has summed nothing: a micro-batch that failed took time as well.
+A plan with an answer time is answered then, whatever the data (``Plan.answer_by``), and its window
+ends before that. Not one that had to be taken apart, nor one with noise for single examples: by
+their time some examples would decide about others.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class StopRules:
         It is shortened if only a part of it is in time. ``before`` has the totals of the plan's
         earlier windows; ``passed_seconds`` is the time since this one began.
         """
+        if self._plan.uses_whole_window or total.are_apart or before.are_apart:
+            return self._reason_of_share(total, before)
         more = self._num_until_answer(total.remaining[0])
         if more == 0:
             return "deadline"
@@ -120,8 +123,23 @@ class StopRules:
             now = self._context.clock.seconds()
             if now - self._start_seconds + slowest > self._plan.deadline_seconds:
                 return "deadline"
+        return self._beyond_share(num_done + num_next)
+
+    def _reason_of_share(self, total: WindowSum, before: WindowSum) -> StopReason | None:
+        """Return why a window ends that no clock ends, as what an example takes is its own.
+
+        With noise for single examples, each is in the sum whatever the others take; a masked window
+        that was taken apart is summed to its end. Who is late with it is not in the round.
+        """
+        if not (total.done or before.done):
+            return None
+        num_done = total.num_examples + before.num_examples
+        return self._beyond_share(num_done + len(total.remaining[0]))
+
+    def _beyond_share(self, num_examples: int) -> StopReason | None:
+        """Return why so many examples are more than the device's current time share allows."""
         self._read_time_share()
-        return self._time_share.reason if num_done + num_next > self._max_examples else None
+        return self._time_share.reason if num_examples > self._max_examples else None
 
     def _read_time_share(self) -> None:
         """Read the device's time share, about once a second, and limit the examples by it.

@@ -12,22 +12,27 @@ round, and quotas planned without it would never be done in time.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwater.client.training.context import TrainingContext
-from headwater.client.training.faults import FAULTS, MicroBatchFault, check_vector, recover
+from headwater.client.training.faults import (
+    FAULTS,
+    MicroBatchFault,
+    add_apart,
+    check_vector,
+    recover,
+)
 from headwater.client.training.fitting import ends_for_memory, log_reductions
-from headwater.client.training.gradient_pass import MicroBatchResult, add_micro_batch, with_norm
+from headwater.client.training.gradient_pass import AddMicroBatch, add_micro_batch, with_norm
 from headwater.client.training.sampler import Window
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window_sum import WindowSum
 from headwater.common.data.example_lengths import Positions
 from headwater.common.messages import MAX_STEPS, Plan, StopReason
-
-AddMicroBatch = Callable[[Plan, Window, Positions, TrainingContext, float], MicroBatchResult]
 
 EMPTY_SUM = WindowSum()
 
@@ -59,7 +64,8 @@ def sum_window(
     while (positions := _next_micro_batch(work)) is not None:
         fault: MicroBatchFault | None = None
         try:
-            result = add(plan, window, positions, context, work.since_seconds)
+            one = functools.partial(add_apart, add=add) if work.total.are_apart else add
+            result = one(plan, window, positions, context, work.since_seconds)
             # The gradient noise follows from the norms after the first step with weight and the
             # last.
             if result.needs_check and (work.total.is_careful or not work.total.weight):
@@ -203,4 +209,5 @@ def _note(work: WindowWork, positions: Positions) -> None:
         len(before.steps) + len(total.steps),
         before.num_examples + total.num_examples,
         len(before.refused) + len(total.refused),
+        are_apart=before.are_apart or total.are_apart,
     )

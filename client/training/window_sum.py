@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headwater.client.training.gradient_pass import MicroBatchResult
 from headwater.common.data.example_faults import ExampleFault
@@ -37,6 +37,8 @@ class WindowSum:
     """Whether gradients were added since the vector was last known to be finite."""
     is_careful: bool = False
     """Whether the vector is checked after each micro-batch from now on."""
+    are_apart: bool = False
+    """Whether each micro-batch is collected in a vector of its own from now on, as one failed."""
 
     def add(self, positions: Positions, result: MicroBatchResult) -> None:
         """Add the totals of a micro-batch whose gradients are in the vector."""
@@ -48,7 +50,10 @@ class WindowSum:
         for name, value in result.metric_sums.items():
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value
         self.done.append(positions)
-        self.steps.append(result.step)
+        if self.are_apart and len(self.steps) > 1:  # of single examples a report has no room
+            self.steps[-1] = _joined(self.steps[-1], result.step)
+        else:
+            self.steps.append(result.step)
         self.needs_check = result.needs_check
 
     def limit_next(self, max_examples: int) -> None:
@@ -73,7 +78,23 @@ class WindowSum:
             num_reductions=self.num_reductions,
             micro_batch_size=self.micro_batch_size,
             is_careful=self.is_careful,
+            are_apart=self.are_apart,
         )
+
+
+def _joined(first: Step, second: Step) -> Step:
+    """Return two steps, of which the second came next, as one."""
+    weight = first.weight + second.weight
+    losses = first.loss * first.weight + second.loss * second.weight
+    return replace(
+        second,
+        num_examples=first.num_examples + second.num_examples,
+        weight=weight,
+        loss=losses / weight if weight else 0.0,
+        seconds=first.seconds + second.seconds,
+        peak_bytes=max(first.peak_bytes, second.peak_bytes),
+        size=None if second.size is None else (first.size or 0.0) + second.size,
+    )
 
 
 def flat(groups: Iterable[Positions]) -> Sequence[int]:

@@ -53,10 +53,51 @@ class LocalTerms:
             sort_keys=True,
         )
 
+    def outweighing(self, rate: float) -> str | None:
+        """Return why a step could outweigh all others at this rate, or grow them; None: none can.
+
+        An argument that is not known to do neither counts as one that could.
+        """
+        for name, value in self.arguments.items():
+            values = value if isinstance(value, list) else [value]
+            if not all(_is_tame(name, one, rate) for one in values):
+                return (
+                    f"a step of its local training could outweigh all others: {name} = {value} of "
+                    f"{self.optimizer} at the rate {rate:g}"
+                )
+        if self.proximal * rate > 1:
+            return f"its proximal term of {self.proximal:g} grows at the rate {rate:g}"
+        return None
+
     @staticmethod
     def of_text(text: str) -> LocalTerms:
         """Return the terms of a ``text``."""
         return LocalTerms(**json_of(text))
+
+
+def _is_tame(name: str, value: float, rate: float) -> bool:
+    if isinstance(value, bool):
+        return name in FLAGS
+    if name == "weight_decay":
+        return 0 <= value * rate <= 1
+    low, high, includes_high = TAME.get(name, (1.0, 0.0, False))
+    return low <= value < high or (includes_high and value == high)
+
+
+FLAGS = {"nesterov", "amsgrad", "centered", "decoupled_weight_decay", "foreach", "fused"}
+TAME = {
+    "momentum": (0.0, 1.0, False),
+    "dampening": (0.0, 1.0, True),
+    "betas": (0.0, 1.0, False),
+    "alpha": (0.0, 1.0, False),
+    "rho": (0.0, 1.0, False),
+    "eps": (1e-30, 1.0, True),
+    "lr_decay": (0.0, 1.0, True),
+    "initial_accumulator_value": (0.0, 1.0, True),
+    "momentum_decay": (0.0, 1.0, False),
+}
+"""From where to where each argument makes no step of a device's outweigh its others, and whether
+the end is included."""
 
 
 def local_terms(local: LocalSettings, plan: PlanSettings) -> LocalTerms:

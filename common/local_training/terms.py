@@ -9,6 +9,7 @@ from pydantic import Field
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import AlgorithmLabel
 from headwater.common.terms import Terms
+from headwater.common.wording import counted
 
 
 class LocalPlan(Terms):
@@ -39,6 +40,12 @@ class LocalPlan(Terms):
     @property
     def is_foreseen(self) -> bool:
         return not self.moves_model
+
+    def unfit_for_masks(self, quota: int) -> str | None:
+        if self.steps > quota:  # a step has at least one example
+            examples = counted(quota, "example")
+            return f"{self.steps} local steps on {examples}: others take all of them"
+        return None if self.how is None else self.how.outweighing(self.learning_rate)
 
     def bounds(self, number: int, *, quota: int) -> tuple[int, int]:
         """Return where a step, from 0, begins and ends in the window of a quota.

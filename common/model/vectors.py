@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST = torch.finfo(torch.float32).max
 CHUNK = 1 << 17  # coordinates converted at a time: 1 MiB of float64 stays in cache
 
 
@@ -21,6 +22,12 @@ def all_finite(values: Tensor) -> bool:
     if not values.numel():
         return True
     return all(math.isfinite(bound.item()) for bound in torch.aminmax(values))  # NaN propagates
+
+
+def saturate(values: Tensor) -> None:
+    """Make a vector finite, in place: a NaN becomes 0, an infinity the largest float32."""
+    if not all_finite(values):
+        values.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST)
 
 
 def squared_norm(values_P: Tensor) -> float:

@@ -13,6 +13,7 @@ ring       rounding                           bound, for n devices
 =========  =================================  ==========================
 64, 32     to nearest, ties to even           n 2^-(f+1)
 16, 8      stochastic, of expectation x 2^f   n 2^-f
+any        stochastic, if it is coarse        n 2^-f
 =========  =================================  ==========================
 
 Worked example: 20 devices of 1,000 examples each, c = 1. W c = 20,000, so f = 16; the error of the
@@ -74,6 +75,8 @@ whatever a malicious device does to a sum.
 """
 FIRST_CLIP_ROOM = 256
 MIN_CLIP_ROOM = 16
+FINE_STEPS = 2**8
+"""A vector whose largest coordinate has fewer is rounded stochastically."""
 MAX_CLIP_ROOM = 1 << 12
 
 
@@ -146,8 +149,9 @@ def encode_in_place(
 
     32-bit elements fill the memory, 16-bit elements its first half, 8-bit elements its first
     quarter; 64-bit elements are new memory, and the vector becomes zeros. A coordinate is clipped
-    at ``encoding.bound(weight)`` steps, or the next smaller float32. ``random`` draws the rounding
-    of a 16-bit or 8-bit ring; by default it is seeded from the system.
+    at ``encoding.bound(weight)`` steps, or the next smaller float32. With
+    ``random`` the rounding is stochastic, as in a 16-bit or 8-bit ring always; there it is seeded
+    from the system by default.
 
     Raises:
         NonFiniteUpdate: a NaN or an infinity; the vector is unchanged.
@@ -160,8 +164,7 @@ def encode_in_place(
             f"an update's weight is not in the range of 0 to {encoding.max_weight:,} of the plans"
         )
     check_finite(values)
-    is_stochastic = encoding.ring_bits < 32
-    generator = random or np.random.default_rng() if is_stochastic else None
+    generator = random or np.random.default_rng() if encoding.ring_bits < 32 else random
     is_wide = encoding.ring_bits == WIDE_RING
     memory = np.empty(len(values), dtype=np.int64) if is_wide else values
     signed = memory.view(SIGNED[encoding.ring_bits])[: len(values)]
@@ -183,6 +186,18 @@ def encode_in_place(
         values.fill(0.0)
     ring: RingVector = signed.view(UNSIGNED[encoding.ring_bits])
     return ring, num_clipped
+
+
+def is_coarse(values_P: Tensor, encoding: Encoding) -> bool:
+    """Whether even the largest coordinate of a vector has few steps of the ring.
+
+    Rounded to nearest, most of its coordinates would be zero, though their sum over many devices is
+    not; and a server that chooses such a ring would open the coordinates of the one larger vector.
+    """
+    if not values_P.numel():
+        return False
+    low, high = (bound.item() for bound in torch.aminmax(values_P))
+    return 0 < max(high, -low) * 2.0**encoding.scale_bits < FINE_STEPS
 
 
 def check_finite(values: NDArray[np.float32]) -> None:

@@ -178,10 +178,11 @@ def num_elements(sums: Sequence[LongSum]) -> int:
     return sum(one.length for one in sums)
 
 
-def are_within(values_S: Tensor, asked: Mapping[str, SumOf]) -> bool:
-    """Return whether an update's sums, one after the other, are finite and within their limits."""
+def cut_to_limits(values_S: Tensor, asked: Mapping[str, SumOf]) -> None:
+    """Cut an update's sums, one after the other, to their limits, in place; a NaN becomes 0."""
     limits_S = np.repeat([one.limit for one in asked.values()], [s.length for s in asked.values()])
-    return bool((np.abs(values_S.numpy()) <= limits_S).all())  # False for NaN
+    found_S = np.nan_to_num(values_S.numpy(), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    values_S.copy_(torch.from_numpy(np.clip(found_S, -limits_S, limits_S)))
 
 
 def encode_sums(values_S: Tensor, sums: Sequence[LongSum]) -> NDArray[np.uint64]:

@@ -117,6 +117,36 @@ def check_code(
             )
 
 
+def check_places(settings: Settings, file: Path, *, folder: Path, given: Collection[str]) -> None:
+    """Check that a run's file names no model to begin with elsewhere, nor a place to write to.
+
+    Else whoever sends a folder would have a private model sent to their devices, or files written.
+    Below the working folder, or in the run's folder, they may be; the user may name any.
+
+    Raises:
+        SettingsError: it does.
+    """
+    shared = settings.standby.shared_state
+    places = {
+        "model.initial": settings.model.initial,
+        "standby.shared_state": None if shared is None or _is_code(shared) else Path(shared),
+    }
+    for key, place in places.items():
+        if place is None or key in given:
+            continue
+        if not any(_is_in(place, one) for one in (Path.cwd(), folder)):
+            setting = all_settings()[key]
+            raise SettingsError(
+                f"{file}: {setting.name} is {place}, which is outside of the working folder and of "
+                "the run's: a run's folder does not decide that",
+                remedy=f"if it is your own, name it yourself: {setting.flag}",
+            )
+
+
+def _is_in(place: Path, folder: Path) -> bool:
+    return place.resolve().is_relative_to(folder.resolve())
+
+
 def check_protected(settings: Settings, file: Path, *, given: Collection[str]) -> None:
     """Check that a run's file does not say that anybody on the way may read; the user may.
 

@@ -101,8 +101,8 @@ def load_run(
 
     Raises:
         SettingsError: as ``load``, or a resumed run without a folder, or with nothing in it and no
-            task to begin with; or its file names code elsewhere (``check_code``), or switches
-            protection off; or a file in its folder is a link.
+            task to begin with; or its file names code elsewhere (``check_code``), or places
+            (``check_places``), or switches protection off; or a file in its folder is a link.
     """
     if not resume:
         return load(config, overrides, source=source)
@@ -116,7 +116,12 @@ def load_run(
             f"there is no run to resume in {out}: it holds no {SETTINGS_FILE}",
             remedy="correct --out; or name the --task, and a run begins there",
         )
-    from headwater.common.settings.changes import check_code, check_no_links, check_protected
+    from headwater.common.settings.changes import (
+        check_code,
+        check_no_links,
+        check_places,
+        check_protected,
+    )
 
     check_no_links(Path(out))
     if not left.exists():
@@ -127,6 +132,7 @@ def load_run(
     given |= {key for key, _ in flattened(own)}
     check_code(settings, left, given=given)
     if not is_own:
+        check_places(settings, left, folder=Path(out), given=given)
         check_protected(settings, left, given=given)
     return settings
 

@@ -17,7 +17,7 @@ from torch import nn
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import make_private_folder, write_atomically
 from headwater.common.system.printable import printable_name
 from headwater.server.operations.curves import draw_curves
 from headwater.server.operations.log_limits import (
@@ -74,7 +74,7 @@ class RoundLog(Observer):
         if folder is None:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             for path in (older_file(folder / ROUNDS), folder / ROUNDS):
                 _drop_rows_after(round_number, path)
             is_bounded = settings.num_rounds is None

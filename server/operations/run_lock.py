@@ -16,11 +16,13 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
+from headwater.common.system.atomic_file import OWNER_ONLY
 from headwater.common.system.file_lock import try_lock
 from headwater.server.operations.sqlite_history import FILE as HISTORY
 
 FILE = "server.lock"
 SERVER = "headwater-server"
+COMMANDS = (SERVER, "headwater-simulate")
 FOLLOWS_QUEUE = "follows_queue"
 """The key of a server's info that says whether it serves the runs of the queue too."""
 # A process that tests the lock holds it for an instant.
@@ -40,7 +42,8 @@ class ServerState:
     @property
     def command(self) -> str:
         """The command that, with ``--resume``, continues the run after its server has ended."""
-        return str(self.info.get("command", SERVER))
+        told = self.info.get("command")  # from a file in the folder, which somebody may have sent
+        return told if told in COMMANDS else SERVER
 
     @property
     def follows_queue(self) -> bool:
@@ -66,7 +69,7 @@ class RunLock:
         """
         try:
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-            self._file = os.open(folder / FILE, flags, 0o644)
+            self._file = os.open(folder / FILE, flags, OWNER_ONLY)
         except OSError as error:
             raise StateError(
                 f"cannot write {folder / FILE}: {error.strerror}", remedy="choose another --out"

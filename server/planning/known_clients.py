@@ -238,15 +238,17 @@ class KnownClients(Mapping[str, DeviceEstimate]):
         A masked update tells no speed, so one bad measurement would last. Requests go out after
         rounds 2, 4, 8 and so on: a slow machine is not measured more often than needed.
         """
-        due = [
-            name
-            for name in names
-            if round_number >= 2 << self._measured_again.get(name, 0) and name in self._rows
-        ]
-        for name in due:
+        due = [n for n in names if round_number >= 2 << self._measured_again.get(n, 0)]
+        found = self.await_speed(due)
+        for name in found:
             self._measured_again[name] = self._measured_again.get(name, 0) + 1
-        self._awaited_speed.update(due)
-        return due
+        return found
+
+    def await_speed(self, names: Iterable[str]) -> list[str]:
+        """Return which of these clients are known; their next description's speed is read."""
+        found = [name for name in names if name in self._rows]
+        self._awaited_speed.update(found)
+        return found
 
     def note_selection(
         self, selection: Selection, waiting: Collection[str], round_number: int

@@ -15,7 +15,12 @@ from itertools import compress
 
 import numpy as np
 
-from headwater.common.errors import TooFewClients, TooFewPermitted
+from headwater.common.errors import (
+    HeadwaterError,
+    TooFewClients,
+    TooFewPermitted,
+    TooLittleTime,
+)
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
@@ -398,6 +403,12 @@ class RoundPlanner:
         slow = [name for feature in self.features for name in feature.to_measure(quotas)]
         due = self.known.to_measure(slow, round_number=round_number)
         return dict.fromkeys(due, self.describe_request())
+
+    def to_tell_again(self, refused: Mapping[str, HeadwaterError]) -> dict[str, DescribeRequest]:
+        """Return the requests to clients that refused their plan as one of too little time."""
+        names = [name for name, error in refused.items() if isinstance(error, TooLittleTime)]
+        found = self.known.await_speed(names)
+        return dict.fromkeys(found, self.describe_request()) if found else {}
 
     def _log_below(self, round_number: int, below: Sequence[str], assigned: Assigned) -> None:
         """Log, once in a run, which clients have hardly a share of the sums, and what to set."""

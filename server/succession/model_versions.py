@@ -26,7 +26,7 @@ from torch import nn
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import make_private_folder, write_atomically
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.server.features import versions_every
 from headwater.server.rounds.model_files import save_model
@@ -107,7 +107,7 @@ class ModelVersions(Observer):
             versions = [] if index is None else index.versions
             index = VersionIndex(every=self._every, period=period, versions=versions)
             try:
-                (settings.out / FOLDER).mkdir(exist_ok=True)
+                make_private_folder(settings.out / FOLDER)
                 _write(settings.out, index)
             except OSError as error:
                 raise StateError(

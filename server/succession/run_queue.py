@@ -4,7 +4,8 @@
 its server takes the first of them: it writes ``successor.json``, which names the new run's folder,
 and moves the rest of the queue there. That file is the moment of the change: a server that is
 killed before it still has the whole queue; one that is killed later goes on with the new run. A run
-that has a successor is closed: no later start trains it.
+that has a successor is closed: no later start trains it. The new folder names the one before it as
+well: a folder that somebody sent leads to no run that did not follow it here.
 
 No port is needed: every user who may write to the run's folder may submit.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import make_private_folder, write_atomically
 from headwater.common.wording import counted
 from headwater.server.features import POINTER, QUEUE
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings.toml"
 """As in ``server.rounds`` and ``common.settings``, which take long to import: for ``status``."""
+BEFORE = "predecessor.json"
 NAME = re.compile(r"(\d{6})(-next)?\.toml")
 MAX_QUEUED = 1000
 
@@ -104,7 +106,7 @@ def submit(folder: Path, settings: Settings, *, is_next: bool) -> Path:
     number = min(numbers, default=500_000) - 1 if is_next else max(numbers, default=499_999) + 1
     file = folder / QUEUE / f"{number:06}{'-next' if is_next else ''}.toml"
     try:
-        file.parent.mkdir(exist_ok=True)
+        make_private_folder(file.parent)
         write_atomically(file, settings.to_toml().encode())
         if (later := last_run(folder)) != folder:  # the server has taken one meanwhile
             _move_queue(folder, later)
@@ -137,9 +139,11 @@ def take_next(folder: Path, *, default_out: Path) -> Path | None:
     out = _free_folder((first.settings.out or default_out).absolute(), other_than=folder)
     settings = first.settings.model_copy(update={"out": out})
     pointer = {"out": str(out), "file": first.file.name}
+    before = {"folder": str(folder.absolute())}
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_private_folder(out)
         write_atomically(out / SETTINGS, settings.to_toml().encode())
+        write_atomically(out / BEFORE, json.dumps(before).encode())
         write_atomically(folder / POINTER, json.dumps(pointer).encode())
     except OSError as error:
         raise _not_written(folder, error) from error
@@ -198,7 +202,20 @@ def _pointer(folder: Path) -> tuple[Path, str] | None:
         ) from error
     if not NAME.fullmatch(taken):
         raise StateError(f"{path} names no file of the queue: {taken!r:.100}", remedy="delete it")
+    if _before(out) != folder.absolute():
+        raise StateError(
+            f"{path} leads to {out}, and no run there followed the one in {folder}",
+            remedy=f"delete it; or, if that run is yours, go on with --resume --out {out}",
+        )
     return out, taken
+
+
+def _before(folder: Path) -> Path | None:
+    """Return the folder of the run that the one in ``folder`` followed; None: it followed none."""
+    try:
+        return Path(json_of((folder / BEFORE).read_text(encoding="utf-8"))["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -217,7 +234,7 @@ def _is_next(file: Path) -> bool:
 def _move_queue(folder: Path, later: Path) -> None:
     """Move what waits to the queue of a later run; a number that is taken there is raised."""
     for file in _files(folder):
-        (later / QUEUE).mkdir(exist_ok=True)
+        make_private_folder(later / QUEUE)
         taken = {int(path.name[:6]) for path in _files(later)}
         number = int(file.name[:6])
         while number in taken:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from headwater.common.run_scope import forget_changed_modules, loaded_files
 from headwater.common.settings.changes import named_code
 from headwater.common.settings.schema import Settings
 from headwater.common.task_spec import source_file
+
+MAX_BYTES = 1 << 26  # of a file of code
 
 
 def noted_code(settings: Settings) -> str:
@@ -52,6 +55,9 @@ def check_submitted(settings: Settings, *, remedy: str) -> None:
 
 def _digest(file: Path) -> str:
     try:
+        found = file.stat()  # a device has no end, and a pipe waits for somebody who writes
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            return f"not known (no file of up to {MAX_BYTES >> 20} MiB)"
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         return f"not known ({error.strerror})"

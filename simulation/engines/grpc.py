@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import CohortSettings, Settings
+from headwater.common.system.atomic_file import make_private_folder
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
@@ -124,7 +125,7 @@ def _client_folder(settings: Settings) -> Iterator[Path]:
         return
     folder = settings.out / CLIENTS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         raise StateError(f"cannot write {folder}: {error.strerror}") from error
     yield folder

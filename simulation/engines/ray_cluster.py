@@ -6,10 +6,12 @@ worker needs: Python's import path, and no look-ups on other machines.
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ ADDRESS, PYTHONPATH = "RAY_ADDRESS", "PYTHONPATH"
 RAY_FOLDER_PARENT = "/tmp"
 # Ray itself would retry for two minutes.
 CONNECT_SECONDS = 5.0
+FIRST_WITH_TOKENS = (2, 52)
 COMMON_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
     "logging_level": "ERROR",
@@ -58,13 +61,15 @@ def joined(settings: Settings, folder: Path) -> Iterator[None]:
     address = os.environ.get(ADDRESS, "")
     try:
         if address in ("", "local"):
-            with _inherited_import_path():
+            _check_version()
+            with _environment({PYTHONPATH: _import_path(), **_token()}):
                 ray.init(**_local_options(settings, folder), **COMMON_OPTIONS)
+                yield
         else:
             _check_address(address)
             _join(address)
             _check_cores(settings, address)
-        yield
+            yield
     finally:
         ray.shutdown()
 
@@ -85,18 +90,44 @@ def _local_options(settings: Settings, folder: Path) -> dict[str, Any]:
     return {"address": "local", "num_cpus": cpus, "_temp_dir": str(folder / "ray")}
 
 
+@functools.cache
+def _token() -> dict[str, str]:
+    """Return what keeps strangers out: Ray listens on all addresses, and runs what it is sent.
+
+    Ray reads it once in a process. A cluster of the user's own has its own: see Ray's docs.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _check_version() -> None:
+    """Check that this Ray asks for a token.
+
+    Raises:
+        SettingsError: it is too old.
+    """
+    import ray
+
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if version < FIRST_WITH_TOKENS:
+        raise SettingsError(
+            f"Ray {ray.__version__} lets everybody who reaches this machine run code in it",
+            remedy="pip install --upgrade 'headwater[ray]'; or leave --engine out",
+        )
+
+
 @contextmanager
-def _inherited_import_path() -> Iterator[None]:
-    """Give the processes that are started here this process's import path."""
-    before = os.environ.get(PYTHONPATH)
-    os.environ[PYTHONPATH] = _import_path()
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give the processes that are started here these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[PYTHONPATH]
-        else:
-            os.environ[PYTHONPATH] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _import_path() -> str:

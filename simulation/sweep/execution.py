@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.text import Text
 
 from headwater.common.errors import SettingsError, StateError
+from headwater.common.system.atomic_file import make_private_folder
 from headwater.common.system.console import console
 from headwater.common.system.file_lock import try_lock
 from headwater.common.system.live_status import LiveStatus, duration, head, line_of, pack
@@ -36,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
         StateError: the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         file = (folder / LOCK).open("a", encoding="utf-8")
     except OSError as error:
         raise StateError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headwater.common.errors import Diverged, HeadwaterError, TooFewClients
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import make_private_folder, write_atomically
 from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.portability import PipeEnd
 from headwater.common.system.stop_signals import interrupt
@@ -87,7 +87,7 @@ def _execute(run: SweepRun, pipe: PipeEnd) -> RunProgress:
     def on_round(row: RoundRow) -> None:
         pipe.send(RunProgress(round=row.round, line=brief_line(row)))
 
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(run.folder)
     _redirect_output(run.folder / LOG)
     try:
         ended, message = execute_run(run, on_round=on_round)

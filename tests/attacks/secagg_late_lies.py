@@ -110,6 +110,11 @@ MASKS = [
             client=VICTIM,
         ),
     ),
+    Attack(
+        check="share of the fewest",  # a fifth of all, and a quarter of the four that may be left
+        action="masked_update",
+        cast={"floor": Floor(max_share=0.22)},
+    ),
     Attack(check="enough maskers", action="masked_update", change=u2(VICTIM)),
     Attack(check="enough maskers", action="masked_update", change=u2(VICTIM, OTHER)),
     Attack(

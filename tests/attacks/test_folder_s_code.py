@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.common.errors import SettingsError
+from headwater.common.errors import CodeChanged, SettingsError, StateError
 from headwater.common.settings.changes import named_code
 from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load, load_run
+from headwater.server.features import POINTER
 from headwater.server.rounds.run_state import Training
+from headwater.server.succession.run_queue import last_run, successor
 from headwater.server.succession.submission import read_submission
+from headwater.server.succession.submitted_code import check_submitted
 from tests.processes import Processes, work_in
 
 REFUSED = "does not choose the code"
@@ -114,3 +118,48 @@ def test_a_command_refuses_the_code_of_a_folder(evil: Path, command: str) -> Non
         prepare = partial(work_in, Path.cwd())
         ended = processes.complete(command, "--resume", "--out", out, status=2, prepare=prepare)
     assert REFUSED in " ".join(ended.stderr.split())
+
+
+def sent(tmp_path: Path, **values: str) -> Path:
+    """Return a run's folder that somebody sent."""
+    out = tmp_path / "sent"
+    out.mkdir()
+    chosen = load(None, {"task": OWN_TASK, "rounds": 1, **values})
+    (out / "settings.toml").write_text(chosen.to_toml())
+    return out
+
+
+@pytest.mark.parametrize("key", ["model.initial", "standby.shared_state"])
+def test_a_folder_names_no_model_and_no_place_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """The private model would go to the sender's devices, and files into any folder."""
+    working, private = tmp_path / "working", tmp_path / "private"
+    working.mkdir()
+    private.mkdir()
+    monkeypatch.chdir(working)
+    out = sent(tmp_path, **{key: str(private)})
+    with pytest.raises(SettingsError, match="a run's folder does not decide that"):
+        load_run(None, {"out": out}, resume=True)
+    own = load_run(None, {"out": out, key: str(private)}, resume=True)
+    assert private in (own.model.initial, Path(own.standby.shared_state or ""))
+
+
+def test_a_folder_leads_to_no_run_that_did_not_follow_it_here(tmp_path: Path) -> None:
+    """The user's own run elsewhere would go on, on the sender's port and certificates."""
+    private, got = tmp_path / "private", tmp_path / "got"
+    private.mkdir()
+    got.mkdir()
+    (private / "settings.toml").write_text("rounds = 9\n")
+    pointer = {"out": str(private), "file": "500000.toml"}
+    (got / POINTER).write_text(json.dumps(pointer))
+    for follow in (last_run, successor):
+        with pytest.raises(StateError, match="no run there followed the one in"):
+            follow(got)
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "/dev"])
+def test_a_folder_has_no_endless_file_read(place: str) -> None:
+    chosen = load(None, {"submitted_code": f"{'0' * 64}  {place}"})
+    with pytest.raises(CodeChanged, match=r"no file of up to 64 MiB"):
+        check_submitted(chosen, remedy="")

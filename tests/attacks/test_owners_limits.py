@@ -153,7 +153,7 @@ def test_another_run_s_seed_at_one_model_gives_no_smaller_windows(tmp_path: Path
     half = OWNED // 2
     first = plan(quota=half, micro_batch_size=half, **common)
     assert cohort.opened_sum(dict.fromkeys(range(1, MEMBERS), first)) == [0, half, half, half]
-    quotas = [int(0.6 * half * (MEMBERS - 1) / 0.4), *[half] * (MEMBERS - 1)]
+    quotas = [int(0.6 * half * (MEMBERS - 2) / 0.4), *[half] * (MEMBERS - 1)]
     seeds = [plan(2, run_seed=9, quota=quota, micro_batch_size=half, **common) for quota in quotas]
     assert cohort.opened_sum(dict(enumerate(seeds))) == quotas
 

@@ -106,9 +106,9 @@ def answer(node: Node, **asked: Any) -> str:
 
 def test_a_starving_plan_is_refused_and_an_honest_one_carried_out(device: Node) -> None:
     starving: dict[str, Any] = {"quota": 40, "micro_batch_size": 1}
-    assert answer(device, **starving, answer_seconds=1e-6) == "MaskingTooWeak"
-    assert answer(device, **starving, answer_seconds=9.0, deadline_seconds=1e-6) == "MaskingTooWeak"
-    assert answer(device, **starving, answer_seconds=9.0, finish_seconds=1e-6) == "MaskingTooWeak"
+    assert answer(device, **starving, answer_seconds=1e-6) == "TooLittleTime"
+    assert answer(device, **starving, answer_seconds=9.0, deadline_seconds=1e-6) == "TooLittleTime"
+    assert answer(device, **starving, answer_seconds=9.0, finish_seconds=1e-6) == "TooLittleTime"
     assert answer(device, quota=8, micro_batch_size=4, answer_seconds=0.5) == ""
 
 
@@ -146,6 +146,26 @@ def test_a_model_at_which_losses_overflow_together_starves_no_member_of_large_mi
     )
     asked = contexts.plan(8, size, is_masked=True, answer_seconds=9.0)
     assert trained(context, asked).report.weight == 8
+
+
+class Squares(Together):
+    """Each example's metric is finite, and the sum of two is not."""
+
+    def loss_sum(  # type: ignore[override]
+        self, model: nn.Module, batch: list[Tensor]
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        number = len(batch[0])
+        return model(batch[0]).sum(), number, {"squares": torch.full((number,), 3e38).sum()}
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_a_model_at_which_a_metric_overflows_costs_no_gradient(size: int) -> None:
+    data = Squares().train_examples(data=None, part=0, num_parts=1)
+    context = training_context(Squares(), data)
+    asked = contexts.plan(8, size, is_masked=True, answer_seconds=9.0)
+    update = trained(context, asked)
+    assert update.report.weight == 8
+    assert update.values_P.tolist() == [8.0]
 
 
 def test_a_window_that_would_end_before_its_quota_is_refused() -> None:

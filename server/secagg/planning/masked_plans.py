@@ -47,10 +47,15 @@ class MaskedPlans(PlanningFeature):
     ) -> tuple[Assigned, Weights]:
         secure = self.settings.secure
         limited = limited_quotas(
-            assigned.quota, max_share=secure.max_share, min_quota=secure.min_quota
+            assigned.quota,
+            max_share=secure.max_share,
+            min_quota=secure.min_quota,
+            min_survivors=secure.min_survivors,
         )
         self._log_share(round_number, int(assigned.quota.sum()), int(limited.sum()))
-        weights = limited_weights(weights, max_share=secure.max_share)
+        weights = limited_weights(
+            weights, max_share=secure.max_share, min_survivors=secure.min_survivors
+        )
         return replace(assigned, quota=limited), weights
 
     def write(self, drafts: DraftPlans) -> None:

@@ -1,9 +1,10 @@
 """Limits the largest quotas and weights of a masked round.
 
-A device refuses to be most of a session's sum (``secure.max_share``): the sum would be its own
-update. The server therefore plans no client for more than a part of that, so that a session is
-still accepted after some of its clients have dropped out. What is cut is not given to the others. A
-device also masks no update of fewer examples than its least quota (``secure.min_quota``).
+A device refuses to be most of a session's sum (``secure.max_share``), even if the heaviest of the
+others drop out: the sum would be its own update. The server therefore plans no client for more than
+a part of that, so that a session is still accepted after some of its clients have dropped out. What
+is cut is not given to the others. A device also masks no update of fewer examples than its least
+quota (``secure.min_quota``).
 """
 
 from __future__ import annotations
@@ -14,23 +15,41 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.common.secagg.graph import ceil_fraction
+from headwater.common.settings.rounds import MIN_MEMBERS
+
 # The planned part of a device's own limit: with fewer clients each is a larger part of the sum.
 PLANNED_PART = 0.8
 
 
 def limited_quotas(
-    quotas: NDArray[np.int64], *, max_share: float, min_quota: int
+    quotas: NDArray[np.int64], *, max_share: float, min_quota: int, min_survivors: float
 ) -> NDArray[np.int64]:
     """Return the quotas, the smallest raised to the least one, and the largest cut."""
     raised = np.maximum(quotas, min_quota)
-    limit = largest_value(raised.tolist(), max_share=max_share)
+    left = lightest(raised.tolist(), min_survivors=min_survivors)
+    limit = largest_value(left, max_share=max_share)
     return np.minimum(raised, max(limit, min_quota))
 
 
-def limited_weights(weights: Mapping[str, int], *, max_share: float) -> Mapping[str, int]:
+def limited_weights(
+    weights: Mapping[str, int], *, max_share: float, min_survivors: float
+) -> Mapping[str, int]:
     """Return the weights, with the largest cut to the limit."""
-    limit = largest_value(list(weights.values()), max_share=max_share)
+    left = lightest(list(weights.values()), min_survivors=min_survivors)
+    limit = largest_value(left, max_share=max_share)
     return {name: min(weight, limit) for name, weight in weights.items()}
+
+
+def lightest(values: Sequence[int], *, min_survivors: float) -> list[int]:
+    """Return the largest value, and the smallest of the others that have to be in a sum with it.
+
+    A device counts on no more (``client.secagg.checks``): which members dropped out, and whether
+    they were the heaviest, is the server's word.
+    """
+    least = max(MIN_MEMBERS, ceil_fraction(min_survivors, len(values)))
+    *others, largest = sorted(values) or [0]
+    return [*others[: least - 1], largest]
 
 
 def largest_value(values: Sequence[int], *, max_share: float) -> int:

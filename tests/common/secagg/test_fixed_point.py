@@ -51,7 +51,10 @@ def encoded(
     """Encode a copy; return the signed steps and how many were clipped."""
     vector = torch.tensor(np.array(values, dtype=np.float32))
     ring, num_clipped = encode_in_place(
-        vector, weight=weight, encoding=encoding, random=np.random.default_rng(seed)
+        vector,
+        weight=weight,
+        encoding=encoding,
+        random=np.random.default_rng(seed) if encoding.ring_bits < 32 else None,
     )
     return decode(ring, encoding) * 2.0**encoding.scale_bits, num_clipped
 

@@ -11,7 +11,7 @@ import torch
 from headwater.client.secagg.types import UnmaskedUpdate
 from headwater.common.errors import CorruptUpdate, SumOutOfRange
 from headwater.common.secagg.scalar_encoding import (
-    are_within,
+    cut_to_limits,
     decode_sums,
     encode_sums,
     num_elements,
@@ -62,14 +62,20 @@ def test_sums_in_the_ring_have_the_bits_of_those_in_clear() -> None:
     assert (found["wide"] - expected["wide"]).abs().max() <= 20 * 2.0**-29
 
 
-def test_a_value_is_within_its_limit_or_not() -> None:
+def test_a_value_beyond_its_limit_is_cut_to_it_and_no_other_is() -> None:
     row = update_sums(0)
-    assert are_within(row, ASKED)
-    for at, value in ((0, 1001.0), (6, -8.5), (8, float("nan")), (3, float("inf"))):
-        wrong = row.clone()
-        wrong[at] = value
-        assert not are_within(wrong, ASKED)
-    assert are_within(torch.zeros(0), {})
+    whole = row.clone()
+    cut_to_limits(whole, ASKED)
+    assert torch.equal(whole, row)
+    infinity = float("inf")
+    for at, value, kept in (
+        (0, 1001.0, 1000.0), (6, -8.5, -8.0), (8, float("nan"), 0.0), (3, infinity, 1000.0)
+    ):  # fmt: skip
+        wrong, right = row.clone(), row.clone()
+        wrong[at], right[at] = value, kept
+        cut_to_limits(wrong, ASKED)
+        assert torch.equal(wrong, right)
+    cut_to_limits(torch.zeros(0), {})
 
 
 def cast(**chosen: Any) -> Cast:

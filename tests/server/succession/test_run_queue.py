@@ -16,6 +16,7 @@ from headwater.server.rounds import checkpoint
 from headwater.server.serve import serve_run
 from headwater.server.succession import run_queue
 from headwater.server.succession.run_queue import (
+    BEFORE,
     is_next_due,
     last_run,
     queued_runs,
@@ -95,6 +96,7 @@ def test_a_server_killed_in_the_middle_of_a_change_loses_no_run_and_repeats_none
     files = [one.file.name for one in queued_runs(first)]
     second = first.with_name("second")
     second.mkdir()
+    (second / BEFORE).write_text(json.dumps({"folder": str(first)}))
     (first / POINTER).write_text(json.dumps({"out": str(second), "file": files[0]}))
     (second / QUEUE).mkdir()
     (first / QUEUE / files[1]).rename(second / QUEUE / files[1])  # killed here
@@ -110,6 +112,7 @@ def test_two_runs_with_one_number_are_both_kept(first: Path) -> None:
     submit(second, run(2), is_next=False)
     (first / QUEUE / "400000.toml").write_text(run(3).to_toml())
     (second / QUEUE / "400000.toml").write_text(run(4).to_toml())
+    (second / BEFORE).write_text(json.dumps({"folder": str(first)}))
     (first / POINTER).write_text(json.dumps({"out": str(second), "file": taken}))
     successor(first)
     assert waiting(second) == [4, 3, 2]
@@ -135,6 +138,7 @@ def test_a_damaged_pointer_is_named_with_a_remedy(first: Path, text: str) -> Non
 
 
 def test_runs_that_follow_in_a_circle_are_refused(first: Path) -> None:
+    (first / BEFORE).write_text(json.dumps({"folder": str(first)}))
     (first / POINTER).write_text(json.dumps({"out": str(first), "file": "000001.toml"}))
     with pytest.raises(StateError, match="leads back"):
         last_run(first)
