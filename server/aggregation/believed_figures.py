@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.common.data.metric_direction import is_part
+from headwater.common.stats.gradient_noise import NoiseSums
 
 if TYPE_CHECKING:
     from headwater.server.aggregation.round_reports import ReportColumns
@@ -67,6 +68,24 @@ def beyond_belief(
         for at in np.flatnonzero(each > limit).tolist():
             found.setdefault(names[at], f"{what} {each[at]:.3g}, where others have {median:.3g}")
     return found
+
+
+def believed_noise(parts: Sequence[NoiseSums]) -> Sequence[NoiseSums]:
+    """Return the devices' parts of the noise sums; one far beyond the others counts as unmeasured.
+
+    Its gradient norms are its own word, and one of 10^40 would be in the scale for thousands of
+    rounds.
+    """
+    measured = [one for one in parts if one.measured_weight > 0]
+    if len(measured) < LEAST_CLIENTS:
+        return parts
+    each = np.array([(one.variance, one.squared_gradient) for one in measured])
+    each = np.abs(each) / np.array([[one.measured_weight] for one in measured])
+    limits = MULTIPLE * np.median(each, axis=0)
+    if not limits.all() or (each <= limits).all():
+        return parts
+    false = {id(one) for one, row in zip(measured, each, strict=True) if (row > limits).any()}
+    return [NoiseSums(weight=one.weight) if id(one) in false else one for one in parts]
 
 
 def _column(parts: Sequence[Sequence[float]]) -> NDArray[np.float64]:

@@ -27,6 +27,7 @@ from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.terms import Terms
 from headwater.common.wording import counted
+from headwater.server.aggregation.believed_figures import believed_noise
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
 from headwater.server.aggregation.round_reports import AcceptedReports, ReportColumns, in_all
@@ -170,7 +171,8 @@ class OpenRound:
         owned = self._owned
         accepted = self.accepted
         single = [noise_sums(report, num_owned=owned[report.name]) for report in accepted.single]
-        return single + list(chain.from_iterable(block.noise(owned) for block in accepted.blocks))
+        blocks = (block.noise(owned) for block in accepted.blocks)
+        return [*believed_noise(single), *chain.from_iterable(blocks)]
 
     @property
     def all_norms(self) -> Sequence[float] | None:

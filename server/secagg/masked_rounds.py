@@ -1,7 +1,7 @@
 """The masked rounds of a run: which secure sessions sum a cohort, and what a run remembers of them.
 
 A cohort is one session, or several disjoint ones while a client is sought that masks false numbers
-(``headwater.server.secagg.group_testing``).
+(``headwater.server.secagg.opened.group_testing``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
 from headwater.server.rounds.features import ModelAtRest, Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.secagg import group_testing
 from headwater.server.secagg.encoding_state import EncodingState, check_numbers, decode_sum
-from headwater.server.secagg.group_sums import sum_groups
-from headwater.server.secagg.opened_norms import OpenedNorms
+from headwater.server.secagg.opened import group_testing
+from headwater.server.secagg.opened.group_sums import sum_groups
+from headwater.server.secagg.opened.opened_figures import OpenedFigures
+from headwater.server.secagg.opened.opened_norms import OpenedNorms
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
 from headwater.server.secagg.ring_histogram import ring_histogram
@@ -76,6 +77,7 @@ class MaskedRounds(RunFeature):
         self._encoding = EncodingState()
         self._suspicion = group_testing.Suspicion()
         self._norms = OpenedNorms()
+        self._figures = OpenedFigures()
         self._times_late: dict[str, int] = {}
         self._sessions: SessionNumbers | None = None
 
@@ -298,6 +300,7 @@ class MaskedRounds(RunFeature):
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
         total, was_blind = sums.total(), self._encoding.is_blind
         done, self._encoding = decode_sum(total, self._encoding, room=room)
+        done, self._figures = self._figures.believed(done)
         if done.num_clipped:
             is_guess = was_blind and ring_bits != WIDE_RING and "privacy" not in plan.terms
             self._note_clipped(plan.round, done.num_clipped, total, is_guess=is_guess)
@@ -347,6 +350,7 @@ class MaskedRounds(RunFeature):
             **self._encoding.to_json(),
             "suspicion": suspicion,
             "norms": asdict(self._norms),
+            "figures": asdict(self._figures),
             "times_late": self._times_late,
             "summed_at": summed_at,
         }
@@ -356,6 +360,7 @@ class MaskedRounds(RunFeature):
         self._encoding = EncodingState.of_json(row)
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
         self._norms = OpenedNorms.of_json(row.get("norms", {}))
+        self._figures = OpenedFigures.of_json(row.get("figures", {}))
         self._times_late = dict(row.get("times_late", {}))
         summed_at = row.get("summed_at")
         self.summed_at = None if summed_at is None else bytes.fromhex(summed_at)

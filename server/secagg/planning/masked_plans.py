@@ -49,7 +49,7 @@ class MaskedPlans(PlanningFeature):
         limited = limited_quotas(
             assigned.quota,
             max_share=secure.max_share,
-            min_quota=secure.min_quota,
+            min_quota=max(secure.min_quota, self.settings.local.num_steps),  # one for each
             min_survivors=secure.min_survivors,
         )
         self._log_share(round_number, int(assigned.quota.sum()), int(limited.sum()))

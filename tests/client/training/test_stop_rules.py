@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.sampler import SamplerPosition, window
 from headwater.client.training.stop_rules import SUMMED_PART, StopRules, num_until_finish
 from headwater.client.training.window import sum_window
-from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import MAX_STEPS, Plan, Step, Update
 from tests.tasks import TwoLayers, examples
 from tests.training_contexts import FakeClock, plan, sums, trained, training_context, whole
