@@ -13,7 +13,7 @@ Federated Learning?", section 4, with the cohort's own median instead of a const
 
 An attacker who knows the limit sends just less: the watch bounds what one update can do, and does
 not find attackers. With one or two devices no median tells who is wrong. Of masked updates the
-sums are watched (``server.secagg.opened.opened_norms``). Updates that a simulator computes together
+sums are watched (``server.secagg.opened_norms``). Updates that a simulator computes together
 are not watched, for it made them itself.
 """
 

@@ -122,7 +122,7 @@ class RoundRow:
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
     num_clipped: int | None = None
     # What the server sees of a masked round: how many coordinates of one device's vector, and of
-    # the opened sum, lie in each 32nd part of the ring (server/secagg/ring_histogram.py).
+    # the opened sum, lie in each 32nd part of the ring (common/stats/ring_histogram.py).
     ring_masked: Sequence[int] | None = None
     ring_opened: Sequence[int] | None = None
     # Privacy spent so far, and this round's noise; None without differential privacy. With it the

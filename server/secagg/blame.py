@@ -18,7 +18,7 @@ its own accusations        it found the shares of more than a third bad: not all
 =========================  ========================================================================
 
 A client is not at fault for leaving, for silence or for an error that it reports: honest clients
-cause these too. ``server.secagg.opened.group_testing`` finds who masked an impossible number.
+cause these too. ``server.secagg.group_testing`` finds who masked an impossible number.
 """
 
 from __future__ import annotations

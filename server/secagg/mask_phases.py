@@ -23,8 +23,8 @@ from headwater.common.secagg.protocol import (
     signatures_needed,
 )
 from headwater.common.secagg.session import SessionView
+from headwater.common.stats.ring_histogram import ring_histogram
 from headwater.server.secagg.parameters import SessionSetup, check_enough, check_reply
-from headwater.server.secagg.ring_histogram import ring_histogram
 from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, check_holders
 
 

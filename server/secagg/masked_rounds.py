@@ -1,7 +1,7 @@
 """The masked rounds of a run: which secure sessions sum a cohort, and what a run remembers of them.
 
 A cohort is one session, or several disjoint ones while a client is sought that masks false numbers
-(``headwater.server.secagg.opened.group_testing``).
+(``headwater.server.secagg.group_testing``).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
+from headwater.common.stats.ring_histogram import ring_histogram
 from headwater.common.task_spec import code_of
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet
 from headwater.server.rounds.features import ModelAtRest, Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.secagg import group_testing
 from headwater.server.secagg.encoding_state import EncodingState, check_numbers, decode_sum
-from headwater.server.secagg.opened import group_testing
-from headwater.server.secagg.opened.group_sums import sum_groups
-from headwater.server.secagg.opened.opened_figures import OpenedFigures
-from headwater.server.secagg.opened.opened_norms import OpenedNorms
+from headwater.server.secagg.group_sums import sum_groups
+from headwater.server.secagg.opened_figures import OpenedFigures
+from headwater.server.secagg.opened_norms import OpenedNorms
 from headwater.server.secagg.parameters import SessionSetup
 from headwater.server.secagg.retries import sum_masked
-from headwater.server.secagg.ring_histogram import ring_histogram
 from headwater.server.secagg.session import ReadyCohort, setup_of
 from headwater.server.secagg.session_counter import SessionNumbers
 from headwater.server.secagg.unmask_phase import UnmaskedSum

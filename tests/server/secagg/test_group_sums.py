@@ -19,7 +19,7 @@ from headwater.common.errors import (
 from headwater.common.messages import ReadyReport
 from headwater.common.secagg.protocol import WEIGHT
 from headwater.server.secagg.encoding_state import check_numbers
-from headwater.server.secagg.opened.group_sums import GroupSums, sum_groups
+from headwater.server.secagg.group_sums import GroupSums, sum_groups
 from headwater.server.secagg.session import ReadyCohort
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from tests.secagg import PLAN, Cast

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.server.secagg.opened.group_testing import (
+from headwater.server.secagg.group_testing import (
     QUIET_ROUNDS,
     Suspicion,
     after_round,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.server.aggregation.believed_figures import believed_noise
 from headwater.server.aggregation.round_reports import RoundSum
-from headwater.server.secagg.opened.opened_figures import OpenedFigures
+from headwater.server.secagg.opened_figures import OpenedFigures
 
 WEIGHT = 40
 
@@ -32,6 +34,7 @@ def opened(loss: float = 2.0, *, variance: float = 1.0, **metrics: float) -> Rou
 
 
 def after(*sums: RoundSum) -> tuple[RoundSum, OpenedFigures]:
+    """Return the last sum as it is believed, and the figures as a checkpoint restores them."""
     figures = OpenedFigures()
     for one in sums:
         done, figures = figures.believed(one)
@@ -42,6 +45,37 @@ def after(*sums: RoundSum) -> tuple[RoundSum, OpenedFigures]:
 def test_an_accuracy_beyond_belief_is_in_no_row(
     rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    honest = [opened(accuracy=0.5)] * rounds
+    with caplog.at_level(logging.WARNING):
+        done, figures = after(*honest, opened(accuracy=1e15))
+    assert done.metric_sums == {}
+    assert done.loss == 2.0
+    assert "accuracy 1e+15" in caplog.text
+    assert figures.believed(opened(accuracy=0.6))[0].metric_sums == {"accuracy": 0.6 * WEIGHT}
+
+
+@pytest.mark.parametrize("lie", [1e15, -1e15, 20_001.0])
+def test_a_loss_beyond_belief_is_not_a_number(lie: float) -> None:
+    done, _ = after(*[opened(200.0)] * 3, opened(lie, accuracy=0.5))
+    assert math.isnan(done.loss)
+    assert done.metric_sums == {"accuracy": 0.5 * WEIGHT}
+
+
+def test_honest_figures_may_be_percent_large_and_far_from_the_last() -> None:
+    rounds = [(1e6, 12.0), (3e7, 97.0), (1e3, 99.0), (0.5, 100.0)]
+    for number in range(1, 5):
+        done, _ = after(*(opened(loss, accuracy=part) for loss, part in rounds[:number]))
+        assert math.isfinite(done.loss)
+        assert list(done.metric_sums) == ["accuracy"]
+
+
+def test_a_false_noise_leaves_the_round_unmeasured() -> None:
+    done, figures = after(*[opened(variance=2.0)] * 2, opened(variance=1e12))
+    assert done.noise is None
+    assert figures.believed(opened(variance=3.0))[0].noise is not None
+
+
+def test_of_plain_devices_one_whose_norms_are_beyond_belief_counts_as_unmeasured() -> None:
     honest = [
         NoiseSums(weight=4, measured_weight=4, variance=4.0 * at, squared_gradient=2.0)
         for at in (1, 2, 3)

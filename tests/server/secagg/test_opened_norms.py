@@ -10,7 +10,7 @@ import pytest
 from headwater.common.errors import SumOutOfRange
 from headwater.common.secagg.masked_numbers import SQUARED_NORM, WIDE
 from headwater.common.secagg.protocol import WEIGHT
-from headwater.server.secagg.opened.opened_norms import OpenedNorms
+from headwater.server.secagg.opened_norms import OpenedNorms
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 from tests.client.secagg.cohort import trained
 from tests.masked import opening_of, plan, play

@@ -19,7 +19,7 @@ from headwater.common.errors import (
     SumOutOfRange,
 )
 from headwater.server.secagg.encoding_state import check_numbers
-from headwater.server.secagg.opened.group_testing import Names, Suspicion, after_round
+from headwater.server.secagg.group_testing import Names, Suspicion, after_round
 from headwater.server.secagg.session import ReadyCohort, Refuse
 from headwater.server.secagg.unmask_phase import UnmaskedSum
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwater.common.secagg.masking import Stream, mask_in_place
 from headwater.common.secagg.secret import Secret
-from headwater.server.secagg.ring_histogram import MAX_COORDINATES, NUM_BINS, ring_histogram
+from headwater.common.stats.ring_histogram import MAX_COORDINATES, NUM_BINS, ring_histogram
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])

@@ -1,1 +1,0 @@
-"""What is believed of an opened sum, and the search for the member that masked a false number."""
