@@ -111,7 +111,7 @@ class EstimateColumns(Columns):
         """The share of its time that each client gives."""
         return np.maximum(self.vitals.share, MIN_TIME_SHARE)
 
-    def row(self, at: int) -> DeviceEstimate:
+    def estimate(self, at: int) -> DeviceEstimate:
         """Return one client's estimate."""
         base, fastest = float(self.base[at]), float(self.fastest_micro_batch_size[at])
         return DeviceEstimate(
@@ -129,18 +129,21 @@ class EstimateColumns(Columns):
         return len(self.num_examples)
 
 
-def to_json(estimates: Mapping[str, DeviceEstimate]) -> dict[str, dict[str, Any]]:
-    """Return plain data for the checkpoint, without the values at their defaults."""
-    rows = {}
-    for name, one in estimates.items():
-        row: dict[str, Any] = {"vitals": one.vitals.model_dump(exclude_defaults=True)}
-        if one.line is not None:
-            row["line"] = [one.line.base, one.line.each]
-        for key in _PLAIN:
-            if getattr(one, key) != getattr(UNKNOWN_DEVICE, key):
-                row[key] = getattr(one, key)
-        rows[name] = row
-    return rows
+def to_json(names: Iterable[str], known: EstimateColumns) -> dict[str, dict[str, Any]]:
+    """Return plain data of clients for the checkpoint, without the values at their defaults."""
+    columns = {key: getattr(known, key).tolist() for key in _PLAIN}
+    lines = zip(known.base.tolist(), known.each.tolist(), strict=True)
+    rows = zip(names, known.vitals.told(), lines, zip(*columns.values(), strict=True), strict=True)
+    found = {}
+    for name, vitals, line, values in rows:
+        row: dict[str, Any] = {"vitals": vitals}
+        if not math.isnan(line[0]):
+            row["line"] = line
+        for key, value, default in zip(columns, values, _PLAIN.values(), strict=True):
+            if value != default and value == value:
+                row[key] = int(value) if key == FASTEST else value
+        found[name] = row
+    return found
 
 
 def from_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceEstimate]:
@@ -157,11 +160,13 @@ def from_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceEstimate
     return estimates
 
 
-_PLAIN = (
-    "fastest_micro_batch_size",
-    "deadline_share",
-    "times_late",
-    "waiting_since",
-    "is_outdated",
-)
+FASTEST = "fastest_micro_batch_size"
+_PLAIN = {
+    FASTEST: None,
+    "deadline_share": DEADLINE_SHARE,
+    "times_late": 0,
+    "waiting_since": 0,
+    "is_outdated": True,
+}
+"""The columns that a row has by their name, and what an unknown client's is."""
 _REMOVED = ("num_left",)  # in checkpoints of earlier versions

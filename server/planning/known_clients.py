@@ -17,7 +17,7 @@ from collections.abc import (
     Set,
 )
 from itertools import compress, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from headwater.server.planning.device_estimates import (
     UNTOLD_EXAMPLES,
     DeviceEstimate,
     EstimateColumns,
+    to_json,
 )
 from headwater.server.planning.vitals_columns import Floats, Ints, VitalsColumns
 
@@ -103,6 +104,11 @@ class KnownClients(Mapping[str, DeviceEstimate]):
         self._free = []
         self._table = EstimateColumns.of(estimates.values())
         self._is_resumed = True
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Return plain data for the checkpoint; ``device_estimates.from_json`` reads it."""
+        names = list(self._rows)
+        return to_json(names, self.columns(names))
 
     def columns(self, names: Sequence[str]) -> EstimateColumns:
         """Return these clients' estimates as they are now."""
@@ -329,4 +335,4 @@ class KnownClients(Mapping[str, DeviceEstimate]):
         return self._rows.keys()
 
     def __getitem__(self, name: str) -> DeviceEstimate:
-        return self._table.row(self._rows[name])
+        return self._table.estimate(self._rows[name])

@@ -5,6 +5,8 @@ The texts are part of the client's plan, of rounds.jsonl and of ``headwater-serv
 
 from __future__ import annotations
 
+import math
+
 from headwater.common.messages import MAX_STEPS
 from headwater.common.wording import counted
 from headwater.server.planning.equal_finish import LINK_BOUND
@@ -44,11 +46,11 @@ def of_lateness(times: int) -> str:
 
 def _of_quota(assignment: Assignment) -> str:
     quota, steps = assignment.quota, assignment.accumulation_steps
-    estimate, size = assignment.estimate, assignment.max_micro_batch_size
+    owned, size = assignment.num_examples, assignment.max_micro_batch_size
     if steps is not None:
-        is_short = quota < steps * size and quota == estimate.num_examples
+        is_short = quota < steps * size and quota == owned
         return f"K set to {steps}" + (f", all its {counted(quota, 'example')}" if is_short else "")
-    if quota == estimate.num_examples:
+    if quota == owned:
         return f"all its {counted(quota, 'example')}"
     if quota == MAX_STEPS * size:
         return f"{counted(quota, 'example')}: {MAX_STEPS} micro-batches at the most"
@@ -58,14 +60,14 @@ def _of_quota(assignment: Assignment) -> str:
 
 def _of_cuts(assignment: Assignment) -> str:
     """Return what made the quota smaller than the client's speed alone would."""
-    vitals, text = assignment.estimate.vitals, ""
+    vitals, row, text = assignment.known.vitals, assignment.row, ""
     if assignment.accumulation_steps is not None:
         return text
     if assignment.speed_cut > 1:
         text += f", said to be {_times(assignment.speed_cut)} times as fast as is believed"
-    if vitals.share < 1:
-        cause = " on battery" if vitals.is_on_battery else ""
-        text += f", giving {vitals.share:.0%} of its time{cause}"
+    if (share := float(vitals.share[row])) < 1:
+        cause = " on battery" if vitals.is_on_battery[row] == 1 else ""
+        text += f", giving {share:.0%} of its time{cause}"
     if NOTABLE <= assignment.transfers < LINK_BOUND:
         text += f", its transfers {assignment.transfers:.0%} of the round"
     if assignment.ahead >= NOTABLE:
@@ -75,10 +77,10 @@ def _of_cuts(assignment: Assignment) -> str:
 
 def _of_size(assignment: Assignment) -> str:
     size, bound = assignment.max_micro_batch_size, assignment.size_bound
-    limit = assignment.estimate.vitals.memory_limit_bytes
+    limit = float(assignment.known.vitals.memory_limit_bytes[assignment.row])
     if assignment.quota <= size and bound is not SizeBound.SET:
         return "in one micro-batch"
-    if bound is SizeBound.MEMORY and limit is not None:
+    if bound is SizeBound.MEMORY and not math.isnan(limit):
         fit = "fits" if size == 1 else "fit"
         return f"memory-bound: {counted(size, 'example')} {fit} in {limit / 2**20:.0f} MiB"
     if bound is SizeBound.FASTEST:

@@ -94,7 +94,9 @@ SIZE_BOUNDS = tuple(SizeBound)
 class Assignment(NamedTuple):
     """What the planner assigns to a client, and what bound it: a row of ``Assigned``."""
 
-    estimate: DeviceEstimate
+    known: EstimateColumns
+    row: int
+    """The client's row of what is known."""
     quota: int
     max_micro_batch_size: int
     """The largest micro-batch allowed; the quota may be smaller."""
@@ -114,6 +116,16 @@ class Assignment(NamedTuple):
     def micro_batch_size(self) -> int:
         """The size in use: K = 1 where the quota fits in one micro-batch."""
         return min(self.max_micro_batch_size, self.quota)
+
+    @property
+    def num_examples(self) -> int:
+        """The examples that the client owns."""
+        return int(self.known.num_examples[self.row])
+
+    @property
+    def estimate(self) -> DeviceEstimate:
+        """All that is known of the client."""
+        return self.known.estimate(self.row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -198,7 +210,8 @@ class Assigned(Mapping[str, Assignment]):
     def __getitem__(self, name: str) -> Assignment:
         at = self.rows[name]
         return Assignment(
-            estimate=self.known.row(at),
+            known=self.known,
+            row=at,
             quota=int(self.quota[at]),
             max_micro_batch_size=int(self.max_micro_batch_size[at]),
             size_bound=SIZE_BOUNDS[self.size_bound[at]],

@@ -83,17 +83,25 @@ class VitalsColumns(Columns, Sequence[Vitals]):
             known, new = getattr(self, name), getattr(reported, name)
             known[at] = np.where(np.isnan(new), known[at], new)
 
+    def told(self) -> list[dict[str, Any]]:
+        """Return each device's values as plain data, without those at their defaults."""
+        rows: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        for name in self._names():
+            column, kind = getattr(self, name), _KINDS.get(name, float)
+            is_told = column != 1.0 if name == SHARE else ~np.isnan(column)
+            for at in np.flatnonzero(is_told).tolist():
+                rows[at][name] = kind(column[at])
+        return rows
+
     def __len__(self) -> int:
         return len(self.share)
 
     def __getitem__(self, row: int) -> Vitals:  # type: ignore[override]
         """Return one device's vitals."""
         found = {name: float(getattr(self, name)[row]) for name in self._names()}
-        told: dict[str, Any] = {name: value for name, value in found.items() if value == value}
-        for name, kind in _KINDS.items():
-            if name in told:
-                told[name] = kind(told[name])
-        return Vitals(**told)
+        told = {name: value for name, value in found.items() if value == value}
+        return Vitals(**{name: _KINDS.get(name, float)(value) for name, value in told.items()})
 
 
-_KINDS = {"memory_limit_bytes": int, "base_bytes": int, "is_on_battery": bool}
+SHARE = "share"
+_KINDS: dict[str, type] = {"memory_limit_bytes": int, "base_bytes": int, "is_on_battery": bool}

@@ -199,7 +199,7 @@ def _progress(training: Training, fleet: Fleet, optimizer: str) -> checkpoint.Pr
         largest=training.sum.largest,
         largest_median_norm=training.norm_watch.largest_median,
         counted=training.counted,
-        learned=device_estimates.to_json(training.planner.known),
+        learned=training.planner.known.to_json(),
         asked=_data_settings(training.settings),
         target=training.target.state(),
         held_back=exclusions.to_json(training.planner.excluded),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.common.messages import MAX_STEPS, Plan
 from headwater.server.planning import plan_reasons as reasons
+from headwater.server.planning.device_estimates import EstimateColumns
 from headwater.server.planning.equal_finish import LEAST_GAIN, LINK_BOUND, MORE_TIME
 from headwater.server.planning.planner import (
     MAX_FINISH_SECONDS,
@@ -198,10 +199,12 @@ def test_a_hundred_thousand_devices_are_planned_to_the_target() -> None:
 
 def test_the_longest_reason_fits_into_a_plan() -> None:
     """All that can be said of one device at once, with the longest numbers."""
+    one = device(
+        num_examples=2**40, each=1.0, share=0.25, is_on_battery=True, memory_limit_bytes=2**53
+    )
     work = Assignment(
-        estimate=device(
-            num_examples=2**40, each=1.0, share=0.25, is_on_battery=True, memory_limit_bytes=2**53
-        ).estimate,
+        known=EstimateColumns.of([one.estimate]),
+        row=0,
         quota=2**40 - 1,
         max_micro_batch_size=2**31,
         size_bound=SizeBound.MEMORY,
