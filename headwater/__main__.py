@@ -22,6 +22,7 @@ COMMANDS = {
 }
 # Subcommands of ``headwater simulate`` that go without its name.
 SHORT = {
+    "new": "Write a task for your data, which runs at once: table, series, images or text.",
     "compare": "Compare ways to train at the same cost, and say which to take.",
     "sweep": "Run every combination of some settings with several seeds.",
     "replay": "Show a run that has ended, round by round, in a browser.",
@@ -31,7 +32,8 @@ SHORT = {
 HELP = """Federated training for the computers that people already own.
 
 \b
-Try a task on this machine:
+Write a task for your data, and try it on this machine:
+  headwater new table
   headwater simulate --task my_task.py:MyTask --clients 20
 Gather devices, and train:
   headwater server --task my_task.py:MyTask --min-clients 3

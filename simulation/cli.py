@@ -164,6 +164,45 @@ def guide(
         _show_until_stopped(f"guide at {link}")
 
 
+@app.command(cls=PlainCommand)
+def new(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", help="table (a class), regression (a number), series, images or text."
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A new folder. [default: my_KIND]")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv", metavar="FILE", help="Your own file with a header row, for tables and series."
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label", metavar="COLUMN", help="What to predict. [default: the last column]"
+        ),
+    ] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", metavar="N", min=2, help="Devices to make data for.")
+    ] = 5,
+) -> None:
+    r"""Write a task for your data: its file, a README, and data of some devices to try it on.
+
+    Without --csv the data are made up. With it your rows are dealt out to the devices, and a fifth
+    is kept for the test; the columns are read from the file.
+
+    Try it: headwater new table
+    """
+    from headwater.simulation.new.command import new_task
+
+    new_task(kind, folder or Path(f"my_{kind}"), data=csv, label=label, num_devices=devices)
+
+
 @app.command(cls=CompareCommand)
 def compare(
     context: typer.Context,

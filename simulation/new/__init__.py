@@ -1,0 +1,1 @@
+"""``headwater new``: a task for the user's own data, which runs at once on data made up for it."""
