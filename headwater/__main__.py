@@ -38,7 +38,7 @@ Write a task for your data, and try it on this machine:
 Gather devices, and train:
   headwater server --task my_task.py:MyTask --min-clients 3
 Train with this device's data:
-  headwater client --task my_task.py:MyTask --data photos --server HOST:8443
+  headwater client --task my_task.py:MyTask --data photos --server HOST:8500
 
 `headwater COMMAND --help` says more. Each of the first three is also a command of its own:
 headwater-simulate, headwater-server, headwater-client.

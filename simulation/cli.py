@@ -193,6 +193,9 @@ def new(
 ) -> None:
     r"""Write a task for your data: its file, a README, and data of some devices to try it on.
 
+    KIND is what comes in: table (and a class comes out), regression (a table, and a number), series
+    (the next value), images (a class), text (the next byte).
+
     Without --csv the data are made up. With it your rows are dealt out to the devices, and a fifth
     is kept for the test; the columns are read from the file.
 

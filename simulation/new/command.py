@@ -280,9 +280,9 @@ This checks the task on a device's own data, before anything is sent:
 Train on real devices. The server has `{TASK}` and the test, each device `{TASK}` and its own data:
 
     headwater server --task {place}:{kind.name} --min-clients 3 {OPTIMIZER} --out runs/first
-    headwater client --task {place}:{kind.name} --data {first} --server HOST:8443
+    headwater client --task {place}:{kind.name} --data {first} --server HOST:8500
 
-These two are for one machine; `headwater server init` makes keys for devices that join over a
+On one machine leave `--server` out. `headwater server init` makes keys for devices that join over a
 network. `--secure-aggregation semi-honest` on both sides hides each device's update from the
 server.
 """
