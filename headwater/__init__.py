@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from headwater.server.round_records import RoundRecords, load_rounds
     from headwater.server.run_result import Run
     from headwater.simulation.api import simulate
+    from headwater.simulation.compare.api import Compared, compare
 
 __version__ = "0.1.0"
 __all__ = [
+    "Compared",
     "DeviceFeature",
     "DeviceWork",
     "EncodedVector",
@@ -54,6 +56,7 @@ __all__ = [
     "Values",
     "__version__",
     "chunked_cross_entropy",
+    "compare",
     "evaluate",
     "load_model",
     "load_rounds",
@@ -63,6 +66,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Compared": "headwater.simulation.compare.api",
     "DeviceFeature": "headwater.client.own_feature.device_feature",
     "DeviceWork": "headwater.client.own_feature.device_feature",
     "EncodedVector": "headwater.common.sums.encoded_vector",
@@ -78,6 +82,7 @@ _MODULES = {
     "Terms": "headwater.common.terms",
     "Values": "headwater.common.sums.tensor_field",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
+    "compare": "headwater.simulation.compare.api",
     "evaluate": "headwater.server.evaluation_api",
     "load_model": "headwater.common.model.trained_model",
     "load_rounds": "headwater.server.round_records",

@@ -24,7 +24,12 @@ PREFIX = "python:"
 """Begins the name of a Python object in the settings, as in ``python:MyTask``."""
 OBJECTS = ("task", "optimizer", "client_algorithm", "feature")
 """The keywords that may be Python objects instead of texts."""
-COMMANDS = {"simulate": "simulate", "serve": "server", "take_part": "client"}
+COMMANDS = {
+    "simulate": "simulate",
+    "compare": "simulate",
+    "serve": "server",
+    "take_part": "client",
+}
 """The command of each function."""
 FLAGS = "flags"
 NO_SETTINGS = ("settings", "observer", "resume", "progress", FLAGS)
@@ -103,21 +108,26 @@ class Call:
         }
         self.objects = objects.by_name
 
+    @property
+    def file(self) -> Path | None:
+        """The file of settings, if there is one."""
+        others = self._settings
+        return Path(others) if isinstance(others, str | Path) else None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is given by dotted keys; keywords win over the argument ``settings``."""
+        others = self._settings
+        table = {} if others is None or isinstance(others, str | Path) else others
+        return dict(_flat(table, "")) | self._keywords
+
     def settings(self) -> Settings:
-        """Return the settings; keywords win over the argument ``settings``.
+        """Return the settings; what is given wins over a file's.
 
         Raises:
             SettingsError: as ``sources.load_run``.
         """
-        others = self._settings
-        is_file = isinstance(others, str | Path)
-        given = {} if others is None or isinstance(others, str | Path) else dict(_flat(others, ""))
-        return load_run(
-            Path(str(others)) if is_file else None,
-            given | self._keywords,
-            resume=self._resume,
-            source=self._source,
-        )
+        return load_run(self.file, self.given, resume=self._resume, source=self._source)
 
 
 def keyword_keys(command: str) -> dict[str, str]:

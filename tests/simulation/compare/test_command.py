@@ -14,10 +14,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+import headwater
+from headwater.common.errors import SettingsError
 from headwater.simulation.cli import app
 from headwater.simulation.compare.flags import CHOSEN
 from headwater.simulation.compare.record import RECORD
 from headwater.simulation.sweep.worker import RESULT
+from tests.tasks import TwoLayers
 
 PATIENCE_SECONDS = 900  # for 26 runs, which take twenty seconds of a core
 TASK_FILE = """
@@ -119,3 +122,41 @@ def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_
     assert said.rstrip().endswith(record["advice"])
     assert record["advice"].startswith("Use --algorithm ")
     assert (out / "compare.png").exists()
+
+
+def test_a_call_refuses_what_the_command_refuses_and_objects_of_its_process() -> None:
+    with pytest.raises(SettingsError, match="--rounds is set"):
+        headwater.compare("tests/tasks.py:TwoLayers", rounds=5, progress=False)
+    with pytest.raises(SettingsError, match="processes of their own"):
+        headwater.compare(TwoLayers, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no keyword clints; did you mean clients"):
+        headwater.compare("tests/tasks.py:TwoLayers", clints=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_call_compares_as_the_command_does(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(TASK_FILE)
+
+    def compared() -> headwater.Compared:
+        return headwater.compare(
+            f"{tmp_path}/slow.py:Slow",
+            clients=2,
+            budget="rounds=2",
+            seeds=[0],
+            out=tmp_path / "out",
+            settings={"plan.micro_batch_size": 4},
+            progress=False,
+        )
+
+    first = compared()
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    assert (first.metric, first.advice, first.target) == (
+        record["metric"],
+        record["advice"],
+        record["target"],
+    )
+    assert record["is_done"]
+    assert {"exact", "fedavg E=1", "diloco"} <= first.flags.keys()
+    assert "--learning-rate" in first.flags["exact"]
+    assert compared() == first  # nothing is missing
