@@ -1,6 +1,6 @@
 """What a device has masked in all of its runs: each example, once at each model.
 
-Two runs are one history. If a server starts again with the same seed, its first model is the same,
+If a server starts again with the same seed, its first model is the same,
 and a device that masked the same examples again would let two sums differ by the devices that are
 in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a file beside its state:
 
