@@ -6,13 +6,13 @@ worker needs: Python's import path, and no look-ups on other machines.
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +56,21 @@ def joined(settings: Settings, folder: Path) -> Iterator[None]:
         SettingsError: the cluster cannot be joined, or none of its machines has the cores for one
             client.
     """
-    import ray
-
     address = os.environ.get(ADDRESS, "")
-    try:
-        if address in ("", "local"):
-            _check_version()
-            with _environment({PYTHONPATH: _import_path(), **_token()}):
+    is_own = address in ("", "local")
+    with _own_environment() if is_own else nullcontext():
+        import ray
+
+        try:
+            if is_own:
                 ray.init(**_local_options(settings, folder), **COMMON_OPTIONS)
-                yield
-        else:
-            _check_address(address)
-            _join(address)
-            _check_cores(settings, address)
+            else:
+                _check_address(address)
+                _join(address)
+                _check_cores(settings, address)
             yield
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()
 
 
 def cpus_per_client(settings: Settings) -> int:
@@ -90,37 +89,28 @@ def _local_options(settings: Settings, folder: Path) -> dict[str, Any]:
     return {"address": "local", "num_cpus": cpus, "_temp_dir": str(folder / "ray")}
 
 
-@functools.cache
-def _token() -> dict[str, str]:
-    """Return what keeps strangers out: Ray listens on all addresses, and runs what it is sent.
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Give the Ray that is started here this process's import path, and a token.
 
-    Ray reads it once in a process. A cluster of the user's own has its own: see Ray's docs.
-    """
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def _check_version() -> None:
-    """Check that this Ray asks for a token.
+    Ray listens on all addresses and runs what it is sent; with a token only by who has it. A
+    cluster of the user's own has its own: see Ray's docs.
 
     Raises:
-        SettingsError: it is too old.
+        SettingsError: this Ray is too old for tokens.
     """
-    import ray
-
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if version < FIRST_WITH_TOKENS:
+    found = version("ray")
+    if tuple(int(part) for part in found.split(".")[:2]) < FIRST_WITH_TOKENS:
         raise SettingsError(
-            f"Ray {ray.__version__} lets everybody who reaches this machine run code in it",
+            f"Ray {found} lets everybody who reaches this machine run code in it",
             remedy="pip install --upgrade 'headwater[ray]'; or leave --engine out",
         )
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give the processes that are started here these variables."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    variables = {PYTHONPATH: _import_path(), **token}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
+        _read_environment()
         yield
     finally:
         for name, value in before.items():
@@ -128,6 +118,16 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        _read_environment()
+
+
+def _read_environment() -> None:
+    """Let Ray read its variables again: it does so once, when it is first imported."""
+    from ray import _raylet  # flwr pins its version
+
+    raylet: Any = _raylet
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
 
 
 def _import_path() -> str:
