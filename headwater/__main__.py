@@ -32,8 +32,7 @@ SHORT = {
 HELP = """Federated training for the computers that people already own.
 
 \b
-Write a task for your data, and try it on this machine:
-  headwater new table
+Try a task on this machine (`headwater new` writes you one):
   headwater simulate --task my_task.py:MyTask --clients 20
 Gather devices, and train:
   headwater server --task my_task.py:MyTask --min-clients 3

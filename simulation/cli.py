@@ -152,9 +152,9 @@ def replay(
 def guide(
     page: Page = "127.0.0.1:8601",
 ) -> None:
-    r"""Open a guide in a browser: accumulation, planner and masks, with sliders.
+    r"""Open a guide in a browser: accumulation, planner and masks.
 
-    It ends with Ctrl-C. Everything in it is computed by this installation, on this machine.
+    It has sliders, and ends with Ctrl-C. Everything in it is computed by this installation, on this machine.
 
     Try it: headwater-simulate guide
     """
@@ -191,15 +191,16 @@ def new(
         int, typer.Option("--devices", metavar="N", min=2, help="Devices to make data for.")
     ] = 5,
 ) -> None:
-    r"""Write a task for your data: its file, a README, and data of some devices to try it on.
+    r"""Write a task for your data, which runs at once.
 
+    It gets a folder with a README, and with data of some devices and a test to try it on.
     KIND is what comes in: table (and a class comes out), regression (a table, and a number), series
     (the next value), images (a class), text (the next byte).
 
     Without --csv the data are made up. With it your rows are dealt out to the devices, and a fifth
     is kept for the test; the columns are read from the file.
 
-    Try it: headwater new table
+    Try it: headwater-simulate new table
     """
     from headwater.simulation.new.command import new_task
 

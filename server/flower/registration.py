@@ -27,6 +27,7 @@ from headwater.common.errors import (
     HeadwaterError,
     IdentityRefused,
     LateUpdate,
+    TooLittleTime,
 )
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
@@ -205,10 +206,11 @@ class Registration:
 
         A client that returns over our stream describes itself again. On Flower's own engines a node
         stays the same, and a restarted SuperNode is a new one. A client that lost the frozen part
-        is sent it again when it has described itself.
+        is sent it again when it has described itself; one that needs more time tells its speed, and
+        is in no round before: a plan would overtake its answer.
         """
         has_left = isinstance(error, ConnectionLost) and self._own is not None
-        if has_left or isinstance(error, FrozenPartMissing):
+        if has_left or isinstance(error, FrozenPartMissing | TooLittleTime):
             self.reports.pop(self.nodes().get(name, 0), None)
 
     def _ask(self, requests: Mapping[int, DescribeRequest], *, is_repeat: bool = False) -> None:

@@ -404,11 +404,13 @@ class RoundPlanner:
         due = self.known.to_measure(slow, round_number=round_number)
         return dict.fromkeys(due, self.describe_request())
 
-    def to_tell_again(self, refused: Mapping[str, HeadwaterError]) -> dict[str, DescribeRequest]:
-        """Return the requests to clients that refused their plan as one of too little time."""
-        names = [name for name, error in refused.items() if isinstance(error, TooLittleTime)]
-        found = self.known.await_speed(names)
-        return dict.fromkeys(found, self.describe_request()) if found else {}
+    def note_refused(self, refused: Mapping[str, HeadwaterError]) -> None:
+        """Take the speed that clients tell next which refused their plan as one of too little time.
+
+        They are asked for it before they are in another round.
+        """
+        short = (name for name, error in refused.items() if isinstance(error, TooLittleTime))
+        self.known.await_speed(short)
 
     def _log_below(self, round_number: int, below: Sequence[str], assigned: Assigned) -> None:
         """Log, once in a run, which clients have hardly a share of the sums, and what to set."""

@@ -315,8 +315,7 @@ def finish_round(
         refused=opened.refused,
         exceptions=planned.exceptions,
     )
-    if again := training.planner.to_tell_again(opened.refused):
-        fleet.ask_again(again)
+    training.planner.note_refused(opened.refused)
     training.left_out_log.note_empty(opened)
     training.planner.exclude(
         owners_reasons(opened.refused), round_number=training.round + 1, is_by_owner=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import typer
 
 from headwater.common.errors import HeadwaterError, SettingsError
+from headwater.common.parsed_text import json_of
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.system.portability import num_usable_cores
@@ -36,7 +36,7 @@ class Compared:
     @staticmethod
     def of(folder: Path) -> Compared:
         """Return what a comparison left in its folder."""
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json_of((folder / RECORD).read_text(encoding="utf-8"))
         return Compared(
             advice=record["advice"],
             metric=record["metric"],
