@@ -154,7 +154,8 @@ def guide(
 ) -> None:
     r"""Open a guide in a browser: accumulation, planner and masks.
 
-    It has sliders, and ends with Ctrl-C. Everything in it is computed by this installation, on this machine.
+    It has sliders, and ends with Ctrl-C. Everything in it is computed by this installation, on this
+    machine.
 
     Try it: headwater-simulate guide
     """
