@@ -268,4 +268,5 @@ def test_a_ring_of_coarse_steps_rounds_no_member_to_zero(tmp_path: Path) -> None
     assert played.refused == {}
     assert 2.0**-played.sum.session.parameters.encoding.scale_bits >= step
     total, right = sum_of(played.sum), updates.sum(axis=0)
-    assert np.corrcoef(total, right)[0, 1] > 0.1
+    # 0.08 to 0.17 in twelve runs, by the step; of unrelated vectors this long within 0.01.
+    assert np.corrcoef(total, right)[0, 1] > 0.03
