@@ -475,7 +475,7 @@ class MaskingTooWeak(SessionRefused):
         "device also needs --identity and --allow-list (`headwater-client identity`)"
     )
 class TooLittleTime(MaskingTooWeak):
-    """The plan gives the device less time than its part takes; it is asked for its speed again."""
+    """The plan gives less time than the device needs; the server asks for its speed again."""
 class RingCanWrap(SessionRefused):
     """The sum of the whole cohort might not fit the ring."""
 class SessionReplayed(SessionRefused):

@@ -2,8 +2,8 @@
 
 A server chooses the model and reads the answers. If a plan of few examples were refused when their
 loss overflows, each refusal would be a bit of an example (tests/attacks/test_masked_oracle.py). A
-masked plan is therefore answered with the same message whatever comes of it: a window that raises,
-overflows or has no usable example gives an update of weight 0. The device's own log says why.
+masked plan is therefore answered with the same message whatever comes of it. A window without a
+usable example gives an update of weight 0, and the device's own log says why.
 
 The answer leaves at the time that the plan says (``answer_seconds``), which the server computes
 from public figures; what is not done by then is left out. What time still shows: a single

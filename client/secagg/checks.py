@@ -246,8 +246,8 @@ def _weight_of(member: Member) -> int:
 def check_update(update: UnmaskedUpdate, parameters: Parameters, device: Participant) -> None:
     """Check that the session masks what the update has; nothing here depends on an example.
 
-    A vector that is not finite, or a weight beyond the plan's, is no error: such an update is
-    masked as one of weight 0 (``client.secagg.mask_phases``).
+    A number beyond its limit is no error: it is cut to it, and an update of more weight than its
+    plan allows is masked as one of weight 0 (``client.secagg.mask_phases``).
     """
     in_names_of(parameters.scalars, update.numbers)
     if update.sums_S.numel() != num_elements(parameters.sums):

@@ -49,6 +49,7 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
         MaskingTooWeak: what earlier rounds left enters the update (a residual, own parameters), and
             the device requires active masks: a server that chooses models can have one member
             bring many rounds, and the others none.
+        MaskingTooWeak: its local steps could make one member's part more than its weight says.
         CohortTooSmall: fewer clients are invited than the device requires in a session.
         CountOutOfRange: it asks for more examples than a device can list, or micro-batches than a
             window has, or weighs the update by more examples than the device reported.

@@ -6,6 +6,9 @@ vector invalid: the bad examples are found by bisection, in passes whose gradien
 and the window is summed again without them. To read the vector takes about a hundredth of a
 micro-batch of a transformer, so it is checked when the window ends; if it is not finite, the window
 is summed again with a check after each micro-batch, which finds the example.
+
+A window that is to be masked is taken apart instead, for whatever fails: example by example, each
+in a vector of its own.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ number.
 
 The sums beside the model's (``LongSum``) are rows of such numbers. Their steps are those that the
 plan's ``SumOf`` asks for, as where they are added in clear (``server.aggregation.extra_sums``), so
-that an unmasked sum has the same bits; or the finest with which so many devices cannot wrap. An
-update with a value beyond its limit is masked as one of weight 0.
+that an unmasked sum has the same bits; or the finest with which so many devices cannot wrap. A
+value beyond its limit is cut to it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Series:
         past_BT, next_B = batch
         missed = model(past_BT) - next_B
         low, high = VALUE_RANGE
-        # The loss is of scaled values, the error is told in their own unit.
+        # The loss is of scaled values, the error in their own unit.
         return missed.square().sum(), len(next_B), {"mae": missed.abs().sum() * (high - low) / 2}
 
 

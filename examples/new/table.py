@@ -62,7 +62,7 @@ class Table:
             return loss, len(labels), {"accuracy": (outputs.argmax(1) == labels).sum()}
         missed = outputs[:, 0] - labels
         low, high = LABEL_RANGE
-        # The loss is of scaled labels, the error is told in their own unit.
+        # The loss is of scaled labels, the error in their own unit.
         return missed.square().sum(), len(labels), {"mae": missed.abs().sum() * (high - low) / 2}
 
 

@@ -14,7 +14,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Set,
 )
 from itertools import compress, repeat
 from typing import Any, NamedTuple
@@ -177,7 +176,9 @@ class KnownClients(Mapping[str, DeviceEstimate]):
         if not self._is_by_data:
             return able
         is_told = self._table.num_examples[self._at(able)] != UNTOLD_EXAMPLES
-        for name in set(compress(able, ~is_told)) - self._untold:
+        for name in compress(able, ~is_told):
+            if name in self._untold:
+                continue
             log.warning(
                 "%s: it does not tell its number of examples, by which its update would be "
                 "weighed (--declared-examples); it is not invited",
@@ -329,10 +330,6 @@ class KnownClients(Mapping[str, DeviceEstimate]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
-
-    def keys(self) -> Set[str]:  # type: ignore[override]
-        """Return the names."""
-        return self._rows.keys()
 
     def __getitem__(self, name: str) -> DeviceEstimate:
         return self._table.estimate(self._rows[name])

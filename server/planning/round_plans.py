@@ -407,7 +407,7 @@ class RoundPlanner:
     def note_refused(self, refused: Mapping[str, HeadwaterError]) -> None:
         """Take the speed that clients tell next which refused their plan as one of too little time.
 
-        They are asked for it before they are in another round.
+        The server asks them for it before they are in another round.
         """
         short = (name for name, error in refused.items() if isinstance(error, TooLittleTime))
         self.known.await_speed(short)
