@@ -47,7 +47,10 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
             names = [name for name in reader.fieldnames or [] if name]
             rows = [{name: (row[name] or "").strip() for name in names} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SettingsError(f"{path} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"{path} cannot be read: {why}", remedy="name a CSV file in UTF-8: --csv FILE"
+        ) from error
     if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
         raise SettingsError(
             f"{path} has other marks than commas between its columns",
