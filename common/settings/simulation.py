@@ -82,5 +82,5 @@ class SimulationSettings(Branch):
         "in a pass, each with its own norms; fused: their sum alone; auto: the fastest that fits",
     )
     workers: Count | Literal["auto"] = setting(
-        1, "processes that compute devices one by one; auto: one per usable core"
+        1, "processes that compute devices; auto: one per usable core"
     )

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 from headwater.common.data.batches import UnsupportedBatch
-from headwater.common.errors import LateUpdate
+from headwater.common.errors import LateUpdate, WorkerDied
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.common.task import tell_round
 from headwater.server.fleet import Dropout, UpdateBlock
-from headwater.simulation.compute.device_sums import JointSums
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.report_columns import CohortReports
-from headwater.simulation.fleet.devices import ClientPlan, Devices
+from headwater.simulation.compute.report_columns import BlockSums
+from headwater.simulation.fleet.devices import ClientPlan, Compute, Devices
 from headwater.simulation.fleet.position_columns import ranges
 from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
 from headwater.simulation.vectorised.linear_layers import LinearLayers
@@ -47,6 +46,8 @@ from headwater.simulation.vectorised.per_example import PerExampleModel
 from headwater.simulation.vectorised.round_columns import Floats, RoundColumns
 
 if TYPE_CHECKING:
+    from headwater.simulation.compute.orders import SumResult
+    from headwater.simulation.compute.worker_pool import WorkerPool
     from headwater.simulation.vectorised.stacked_steps import StackedSteps
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ MAX_AT_ONCE = 1 << 14
 # processor's caches, and 15,000 digits took 0.92 times as long in batches of 4,096 as in one.
 MAX_IN_BATCH = 1 << 12
 # Examples of one block of devices, and their vectors or their copies of parameters.
-MAX_ROWS = 1 << 16
+MAX_ROWS = 1 << 14
 VECTORS_BYTES = 16 << 20
 # Of devices that take local steps together: parameters, gradients, state, and what a pass adds.
 STACKED_BYTES = 64 << 20
@@ -86,9 +87,10 @@ class BatchedCompute:
             UnsupportedBatch: the task, its model or its batches cannot be computed together.
             VectorsTooLarge: each device needs a vector of its own, and few fit in memory.
         """
-        self._with_norms = with_norms
+        self._first, self._with_norms = first, with_norms
         self._devices = devices
-        self._one_by_one = OneByOne(devices)
+        self._pool: WorkerPool | None = None
+        self._alone: Compute = OneByOne(devices)
         self._steps: StackedSteps | None = None
         trainer = devices.trainer
         self._examples = ExampleRows(trainer.task, most_held=devices.cache_size)
@@ -102,6 +104,15 @@ class BatchedCompute:
         self._test(first)
         # The rows of the test are all examples of a device, with those that it holds out.
         self._examples.drop()
+
+    def share(self, pool: WorkerPool) -> None:
+        """Let these processes compute the blocks, and the devices that are computed alone."""
+        self._pool = self._alone = pool
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
 
     def _test(self, first: int) -> None:
         """Compare the passes with the device's own code on the first examples of a device.
@@ -197,18 +208,41 @@ class BatchedCompute:
             is_large = columns.num_examples > self._at_once
             alone += [columns.clients[at] for at in np.flatnonzero(is_large).tolist()]
             columns = columns.some(np.flatnonzero(~is_large)) if is_large.any() else columns
-        if len(columns):
-            version = columns.clients[0].plan.model_version
-            self._devices.trainer.loaded_model.load(run_id, version, image.buffer())
-            tell_round(self._devices.trainer.task, columns.clients[0].plan.round)
-        for block in self._blocks(columns):
-            update, rest = self._sum_finite(block)
+        if self._pool is None and len(columns):
+            self.begin(columns, image.buffer(), run_id=run_id)
+        blocks = list(self._blocks(columns))
+        for block, sums in zip(blocks, self._sums_of(blocks, image, run_id), strict=True):
+            if isinstance(sums, WorkerDied):
+                yield from (Dropout(name=one.name, error=sums) for one in block.clients)
+                continue
+            update, rest = self._finite(block, sums, image, run_id)
             alone += rest
             if update is not None:
                 yield update
-        yield from self._one_by_one.train(
-            alone, image, run_id=run_id, timeout_seconds=timeout_seconds
-        )
+        yield from self._alone.train(alone, image, run_id=run_id, timeout_seconds=timeout_seconds)
+
+    def _sums_of(
+        self, blocks: Sequence[RoundColumns], image: SentModel, run_id: int
+    ) -> Iterator[SumResult | WorkerDied]:
+        """Yield each block's sums, or why there are none."""
+        if self._pool is None:
+            yield from map(self._sums_here, blocks)
+        else:
+            yield from self._pool.sums(
+                blocks, image, run_id=run_id, first=self._first, with_norms=self._with_norms
+            )
+
+    def _sums_here(self, block: RoundColumns) -> SumResult:
+        try:
+            return self.sums(block)
+        except UnsupportedBatch as reason:  # on other numbers of examples than the self-test
+            return str(reason)
+
+    def begin(self, columns: RoundColumns, model: memoryview, *, run_id: int) -> None:
+        """Load the model of a round's devices."""
+        trainer, plan = self._devices.trainer, columns.clients[0].plan
+        trainer.loaded_model.load(run_id, plan.model_version, model)
+        tell_round(trainer.task, plan.round)
 
     def _split_liars(
         self, clients: Sequence[ClientPlan]
@@ -242,23 +276,30 @@ class BatchedCompute:
         if len(columns):
             yield columns.some(np.arange(start, len(columns))) if start else columns
 
-    def _sum_finite(self, block: RoundColumns) -> tuple[UpdateBlock | None, list[ClientPlan]]:
-        """Sum the updates of a block; return the sum, and the devices to compute alone."""
+    def _finite(
+        self, block: RoundColumns, sums: SumResult, image: SentModel, run_id: int
+    ) -> tuple[UpdateBlock | None, list[ClientPlan]]:
+        """Return a block's update, and the devices that are computed alone.
+
+        Without those that are not finite the block is summed again.
+        """
         rest: list[ClientPlan] = []
-        while len(block):
-            try:
-                values_P, reports = self._sum(block)
-            except UnsupportedBatch as reason:  # on other numbers of examples than the self-test
-                log.info("%d devices are computed one by one: %s", len(block), reason)
-                return None, rest + list(block.clients)
+        while isinstance(sums, BlockSums):
+            values_P, reports = torch.from_numpy(sums.values_P), sums.reports(block)
             bad = reports.is_not_finite
             if not bad.any() and not (all_finite(values_P) and self._is_known(values_P)):
                 bad[:] = True
             if not bad.any():
                 return UpdateBlock(vectors=[values_P], reports=reports), rest
             rest += [block.clients[at] for at in np.flatnonzero(bad).tolist()]
+            if bad.all():
+                return None, rest
             block = block.some(np.flatnonzero(~bad))
-        return None, rest
+            if self._pool is not None:  # whose processes are at the blocks that follow
+                self.begin(block, image.buffer(), run_id=run_id)
+            sums = self._sums_here(block)
+        log.info("%d devices are computed one by one: %s", len(block), sums)
+        return None, rest + list(block.clients)
 
     def _is_known(self, values_P: Tensor) -> bool:
         """Whether the passes tell a gradient of zero from none at all; if not, devices' own do."""
@@ -267,8 +308,12 @@ class BatchedCompute:
         spans = self._devices.trainer.image.layout.spans
         return not zero_tensors(values_P, spans, range(len(spans)))
 
-    def _sum(self, columns: RoundColumns) -> tuple[Tensor, CohortReports]:
-        """Return the sum of a block's vectors [P], in float64, and its devices' reports."""
+    def sums(self, columns: RoundColumns) -> BlockSums:
+        """Return the sums of a block of devices, at the model that is loaded.
+
+        Raises:
+            UnsupportedBatch: its examples cannot go through the model together.
+        """
         rows, precision = self._rows(columns), columns.clients[0].plan.precision
         if self._steps is not None:
             start_P = self._devices.trainer.image.values_P
@@ -277,12 +322,11 @@ class BatchedCompute:
             )
             # torch's sum would make a float64 copy of the whole matrix.
             values = np.add.reduce(updates.values_DP.numpy(), axis=0, dtype=np.float64)
-            norms, of_updates = updates.norms, updates.update_norms
-            return torch.from_numpy(values), CohortReports(
-                planned=columns,
-                sums=JointSums(planned=columns, rows=updates.sums),
-                norms=norms,
-                update_norms=of_updates,
+            return BlockSums(
+                values_P=values,
+                rows=updates.sums,
+                norms=updates.norms,
+                update_norms=updates.update_norms,
             )
         block = Block(
             rows=rows,
@@ -295,14 +339,12 @@ class BatchedCompute:
         model, accumulator = self._model, self._devices.trainer.accumulator
         if not self._with_norms:
             values_P, sums, unused = sum_gradients(model, accumulator, block)
-            joint = JointSums(planned=columns, rows=sums, is_ordered=False)
-            return values_P, CohortReports(planned=columns, sums=joint, unused=unused)
+            return BlockSums(values_P=values_P.numpy(), rows=sums, is_ordered=False, unused=unused)
         if self._layers is None:
             values_P, sums, norms = sum_with_norms(model, block)
         else:
             values_P, sums, norms = sum_with_layer_norms(model, accumulator, self._layers, block)
-        joint = JointSums(planned=columns, rows=sums)
-        return values_P, CohortReports(planned=columns, sums=joint, norms=norms)
+        return BlockSums(values_P=values_P.numpy(), rows=sums, norms=norms)
 
     def _rows(self, block: RoundColumns) -> Rows:
         """Return the rows of a block's examples, in the order in which the devices use them.

@@ -17,17 +17,21 @@ in another order (``tests/simulation/compute/test_modes.py`` checks the bound).
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from headwater.common.additivity.penalty import has_penalty
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import print_text
+from headwater.common.system.portability import num_usable_cores
 from headwater.common.task import weight_unit
 from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.worker_pool import WorkerPool, num_workers
 from headwater.simulation.fleet.devices import Compute, Devices
+
+if TYPE_CHECKING:
+    from headwater.simulation.compute.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -100,19 +104,21 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
             ) from reason
         _say(f"one by one: {reason}")
         return _one_by_one(settings, devices, num_invited)
-    if settings.simulation.workers != 1:
-        _say("together in this process; --workers has an effect with --compute one-by-one only")
+    number = _num_workers(settings, num_invited=num_invited)
+    if number > 1:
+        batched.share(_pool(devices, number))
+    where = "" if number == 1 else f", in {number} processes"
     if settings.local.is_on:
-        _say("vectorised: many in a pass, each with parameters of its own")
+        _say(f"vectorised: many in a pass, each with parameters of its own{where}")
     elif with_norms:
-        _say("vectorised: many in a pass, each with its norms")
+        _say(f"vectorised: many in a pass, each with its norms{where}")
     else:
-        _say("fused: all in one sum; --compute vectorised measures the noise scale too")
+        _say(f"fused: all in one sum; --compute vectorised measures the noise scale too{where}")
     return batched
 
 
 def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compute:
-    number = num_workers(settings, num_invited=num_invited)
+    number = _num_workers(settings, num_invited=num_invited)
     if number == 1:
         return OneByOne(devices)
     has_files = settings.model.local_parameters is not None or settings.compression.keeps
@@ -123,7 +129,20 @@ def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compu
             remedy="name one: --out DIR; or leave --workers out",
         )
     _say(f"one by one, in {number} processes")
-    return WorkerPool(devices, number)
+    return _pool(devices, number)
+
+
+def _num_workers(settings: Settings, *, num_invited: int) -> int:
+    """Return the number of processes: the setting, or the usable cores; at most ``num_invited``."""
+    chosen = settings.simulation.workers
+    number = num_usable_cores() if chosen == "auto" else chosen
+    return min(number, num_invited)
+
+
+def _pool(devices: Devices, number: int) -> WorkerPool:
+    from headwater.simulation.compute.local_workers import local_pool  # most runs have none
+
+    return local_pool(devices, number)
 
 
 def _say(how: str) -> None:

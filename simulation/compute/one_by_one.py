@@ -62,6 +62,9 @@ class OneByOne:
             clients, image.buffer(), run_id=run_id, timeout_seconds=timeout_seconds
         )
 
+    def close(self) -> None:
+        """End nothing: it computes in this process."""
+
     def replies(
         self,
         clients: Sequence[ClientPlan],

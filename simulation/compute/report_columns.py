@@ -26,9 +26,38 @@ from headwater.server.aggregation.round_reports import (
     mean_loss,
 )
 from headwater.server.planning.noise_scale import total
-from headwater.simulation.compute.device_sums import DeviceSums, StepSums
+from headwater.simulation.compute.device_sums import DeviceSums, JointSums, StepSums
 from headwater.simulation.fleet.devices import ClientPlan
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
+from headwater.simulation.vectorised.task_sums import ExampleSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSums:
+    """What the passes over a block of devices give.
+
+    ``values_P`` is the sum of the devices' vectors in float64, ``rows`` what each example adds. The
+    examples of devices that use all of theirs are in the data's order unless it ``is_ordered``. For
+    the rest see ``CohortReports``.
+    """
+
+    values_P: NDArray[np.float64]
+    rows: ExampleSums
+    is_ordered: bool = True
+    norms: Floats | None = None
+    update_norms: Floats | None = None
+    unused: tuple[int, ...] = ()
+
+    def reports(self, planned: RoundColumns) -> CohortReports:
+        """Return the reports of the block's devices."""
+        joint = JointSums(planned=planned, rows=self.rows, is_ordered=self.is_ordered)
+        return CohortReports(
+            planned=planned,
+            sums=joint,
+            norms=self.norms,
+            update_norms=self.update_norms,
+            unused=self.unused,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

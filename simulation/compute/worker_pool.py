@@ -1,64 +1,54 @@
-"""Computes devices one after another in several processes, with the same bits as in one process.
+"""Computes devices in several processes, with the same bits as in one process.
 
-Each worker process has one model and computes whole devices by their own code
-(``simulation.compute.worker``). Parameters and vectors are in shared memory; plans and reports go
-through pipes, in pieces of many devices: a message for each device took longer than the device of a
-small model.
+The processes are those of this machine (``simulation.compute.local_workers``) or of a Ray cluster
+(``simulation.cluster.ray_workers``); each has one model and computes devices by their own code
+(``simulation.compute.worker``). Plans and reports go to them in pieces of many devices: a message
+for each device took longer than the device of a small model.
 
 Replies are passed on in the order of the devices, whichever worker finished first, so a run has the
-same bits and the same log for any number of workers. A vector is summed in a slot of shared memory
-and waits there for its turn. The next devices, as many as there are slots, are computed or wait for
+same bits and the same log for any number of workers. A vector is summed in a slot and waits there
+for its turn. The next devices, as many as there are slots, are computed or wait for
 their turn. They start in their order, so that the server adds updates while the workers compute; a
 device that is a piece by itself starts first. A piece is a share of what remains, so the pieces
 become smaller and the workers finish together (Polychronopoulos and Kuck 1987, "Guided
 self-scheduling"), but not so small that its messages take longer than its devices. A worker prefers
 the devices that it had in earlier rounds, whose examples it has open.
 
-``concurrent.futures.ProcessPoolExecutor`` does not fit: it does not say which device a dead worker
-was at, its workers outlive a killed simulator, and it cannot prefer a worker for a device.
+Blocks of devices that go through the model together (``simulation.compute.batched``) are cut as in
+one process, and are a piece each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection, wait
 from operator import itemgetter
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headwater.common.errors import WorkerDied, error_of
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
-from headwater.common.settings.schema import Settings
-from headwater.common.system.portability import PipeEnd, num_usable_cores
 from headwater.server.fleet import Dropout, UpdateBlock
-from headwater.simulation.compute.report_columns import CohortReports
-from headwater.simulation.compute.worker import (
-    SharedVectors,
+from headwater.simulation.compute.orders import (
+    Order,
+    Result,
+    SumOrder,
+    SumResult,
     TrainOrder,
     TrainResult,
-    WorkerSettings,
     parts_of,
     report_of,
-    run_spawned,
-    unnamed_file,
 )
+from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.fleet.devices import ClientPlan, Devices
+from headwater.simulation.vectorised.round_columns import RoundColumns
 
-RUN_WORKER = "from headwater.simulation.compute.worker import main; main()"
 # Pieces that wait at a worker, in addition to the one that it carries out, so that it is not idle.
 AHEAD = 1
 # A piece takes about so long or longer, by the last round's pace: each piece costs 2 ms of its own.
@@ -67,39 +57,58 @@ LEAST_SECONDS = 0.008
 MAX_RUN = 32
 # Slots for vectors: at most so many, and so many bytes, but at least two for each worker.
 MAX_SLOTS, SLOTS_BYTES = 256, 64 << 20
+# Blocks that are computed or wait for their turn, for each worker.
+BLOCKS_OF_EACH = 4
 
 
-def num_workers(settings: Settings, *, num_invited: int) -> int:
-    """Return the number of processes: the setting, or the usable cores; at most ``num_invited``."""
-    chosen = settings.simulation.workers
-    number = num_usable_cores() if chosen == "auto" else chosen
-    return min(number, num_invited)
+class Workers(Protocol):
+    """Processes that carry out orders; each has its orders one after another."""
+
+    @property
+    def slots(self) -> Sequence[Tensor]:
+        """The vectors [P] of devices, which orders name by their numbers."""
+        ...
+
+    def begin(self, image: SentModel) -> Sequence[int]:
+        """Take the model of the orders that follow; return the workers that there are.
+
+        Raises:
+            WorkerDied: there is none, and none comes.
+        """
+        ...
+
+    def send(self, worker: int, order: Order) -> None:
+        """Give a worker an order.
+
+        Raises:
+            WorkerDied: the worker has ended.
+        """
+        ...
+
+    def receive(self, *, is_patient: bool) -> Sequence[tuple[int, Result | WorkerDied]]:
+        """Return results, of each worker in its orders' turn; wait for one if patient.
+
+        An error is that of a worker that was lost with its machine, once for all its orders.
+
+        Raises:
+            WorkerDied: a worker has ended on a machine that works.
+        """
+        ...
+
+    def close(self) -> None:
+        """End them."""
+        ...
 
 
-class SpawnedProcess:
-    """A worker of a system without fork, with the methods of ``subprocess.Popen`` used here."""
-
-    def __init__(self, connection: PipeEnd, path: Path) -> None:
-        """Start it; like any program that spawns, a script needs ``if __name__ == "__main__"``."""
-        self._process = get_context("spawn").Process(
-            target=run_spawned, args=(connection, path), daemon=True
-        )
-        self._process.start()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-
-    def wait(self) -> int:
-        """Wait for its end and return its status."""
-        self._process.join()
-        status = self._process.exitcode
-        assert status is not None  # it has ended
-        return status
+def num_slots(devices: Devices, number: int) -> int:
+    """Return how many vectors of devices are held for this many workers."""
+    fitting = min(SLOTS_BYTES // (4 * devices.trainer.image.layout.num_parameters), MAX_SLOTS)
+    return max(fitting, (1 + AHEAD) * number)
 
 
-# A device of a round with its number in it, from 0.
+# A device of a round with its number in it, from 0; what a worker is given: devices, or a block.
 _Numbered = tuple[int, ClientPlan]
+_Piece = list[_Numbered] | int
 
 
 class _Foreseen(NamedTuple):
@@ -121,15 +130,6 @@ def _reports_of(run: Sequence[_Foreseen]) -> CohortReports:
     starts = dict(zip(map(id, blocks), accumulate(map(len, blocks[:-1]), initial=0), strict=True))
     joined = CohortReports.joined(blocks) if len(blocks) > 1 else blocks[0]
     return joined.some(np.array([starts[id(one.reports)] + one.row for one in run]))
-
-
-@dataclass(kw_only=True, slots=True)
-class _Worker:
-    number: int
-    process: subprocess.Popen[bytes] | SpawnedProcess
-    connection: PipeEnd
-    orders: list[list[_Numbered]] = field(default_factory=list)
-    """The pieces that it computes next."""
 
 
 class RoundPieces:
@@ -161,7 +161,7 @@ class RoundPieces:
         """
         share = self._work / (2 * len(self._own))
         piece, work = list[_Numbered](), 0
-        for own in [self._own[worker], *sorted(self._own, key=len, reverse=True)]:
+        for own in [self._own[worker % len(self._own)], *sorted(self._own, key=len, reverse=True)]:
             if piece and work >= self._least_work:
                 break
             free = [one for one in own if one[0] < end]
@@ -192,39 +192,15 @@ class _Pace:
 
 
 class WorkerPool:
-    """Trains devices in worker processes, which end with ``close`` or with this process."""
+    """Trains devices in worker processes, which end with ``close``."""
 
-    def __init__(self, devices: Devices, number: int) -> None:
-        """Start the processes; they load torch and the task while this one goes on."""
-        self._devices = devices
+    def __init__(self, devices: Devices, workers: Workers) -> None:
+        self._devices, self._workers = devices, workers
         self._pace = _Pace()
-        layout = devices.trainer.image.layout
-        fitting = min(SLOTS_BYTES // (4 * layout.num_parameters), MAX_SLOTS)
-        self._num_slots = max(fitting, (1 + AHEAD) * number)
-        self._path = None if hasattr(os, "fork") else _named_file()
-        descriptor = unnamed_file() if self._path is None else os.open(self._path, os.O_RDWR)
-        self._shared = SharedVectors(layout, self._num_slots, number, descriptor)
-        source = devices.trainer.loaded_model.frozen_source
-        if source is not None:
-            self._shared.frozen(is_private=False).copy_(source[0])
-        start = WorkerSettings(
-            # The task was checked in this process, which reports its problems.
-            settings=devices.settings.model_copy(update={"check_task": False}),
-            number=0,
-            num_workers=number,
-            num_slots=self._num_slots,
-            frozen=None if source is None else source[1],
-            is_verbose=logging.getLogger().isEnabledFor(logging.INFO),
-        )
-        self._workers: list[_Worker] = []
-        try:
-            for at in range(number):
-                self._workers.append(_started(descriptor, self._path, replace(start, number=at)))
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(descriptor)
+        self._alive: list[int] = []
+        """The round's workers, in their order."""
+        self._given: dict[int, deque[_Piece]] = {}
+        """The pieces that each computes, or computes next."""
 
     def train(
         self,
@@ -239,16 +215,17 @@ class WorkerPool:
         Raises:
             WorkerDied: a process ended.
         """
-        while any(worker.orders for worker in self._workers):
-            self._receive()  # results of a round that was aborted
-        self._shared.image[:] = image.buffer()
-        pieces = RoundPieces(clients, len(self._workers), least_work=self._pace.least_work)
+        self._begin(image)
+        pieces = RoundPieces(clients, len(self._alive), least_work=self._pace.least_work)
         self._pace = _Pace()
         replies: dict[int, Update | _Foreseen | Dropout] = {}
         at = 0
         while at < len(clients):
+            if not self._alive:
+                self._begin(image)
             self._hand_out(pieces, at, run_id, timeout_seconds)
             for piece, result in self._receive(is_patient=at not in replies):
+                assert isinstance(piece, list)
                 replies |= self._replies(piece, result)
             reply = replies.pop(at, None)
             if not isinstance(reply, _Foreseen):
@@ -262,9 +239,50 @@ class WorkerPool:
                     break
                 del replies[at + len(run)]
                 run.append(following)
-            slots = [self._shared.slots[(at + n) % self._num_slots] for n in range(len(run))]
+            slots = [self._slot(at + number) for number in range(len(run))]
             yield UpdateBlock(vectors=slots, reports=_reports_of(run))
             at += len(run)
+
+    def sums(
+        self,
+        blocks: Sequence[RoundColumns],
+        image: SentModel,
+        *,
+        run_id: int,
+        first: int,
+        with_norms: bool,
+    ) -> Iterator[SumResult | WorkerDied]:
+        """Yield the sums of blocks in turn; an error is that of a worker that was lost.
+
+        See ``SumOrder``.
+
+        Raises:
+            WorkerDied: a process ended.
+        """
+        orders = [
+            SumOrder.of(one, run_id=run_id, first=first, with_norms=with_norms) for one in blocks
+        ]
+        self._begin(image)
+        num_turns = len(self._alive)
+        results: dict[int, SumResult | WorkerDied] = {}
+        waiting = list(range(len(orders)))
+        for at in range(len(orders)):
+            while at not in results:
+                if not self._alive:
+                    self._begin(image)
+                end = at + BLOCKS_OF_EACH * len(self._alive)
+                self._hand_out_blocks(orders, waiting, end=end, num_turns=num_turns)
+                for block, result in self._receive(is_patient=True):
+                    assert isinstance(block, int)
+                    assert not isinstance(result, TrainResult)
+                    results[block] = result
+            yield results.pop(at)
+
+    def _begin(self, image: SentModel) -> None:
+        while any(self._given.values()):
+            self._receive(is_patient=True)  # results of a round that was aborted
+        self._alive = list(self._workers.begin(image))
+        self._given = {worker: deque() for worker in self._alive}
 
     def _hand_out(
         self, pieces: RoundPieces, current: int, run_id: int, timeout_seconds: float | None
@@ -273,57 +291,67 @@ class WorkerPool:
 
         The slots of the devices before number ``current`` are free.
         """
-        end, most = current + self._num_slots, self._num_slots // ((1 + AHEAD) * len(self._workers))
+        num_slots = len(self._workers.slots)
+        end, most = current + num_slots, num_slots // ((1 + AHEAD) * len(self._alive))
         for depth in range(1 + AHEAD):
             if depth and pieces.are_last:  # for the worker that is free first
                 return
-            for worker in self._workers:
-                if len(worker.orders) <= depth:
-                    piece = pieces.take(worker.number, end=end, most=most)
+            for turn, worker in enumerate(self._alive):
+                if len(self._given[worker]) <= depth:
+                    piece = pieces.take(turn, end=end, most=max(most, 1))
                     if not piece:
                         return
-                    self._order(worker, piece, run_id, timeout_seconds)
+                    self._given[worker].append(piece)
+                    self._workers.send(worker, self._order(piece, run_id, timeout_seconds))
 
     def _order(
-        self,
-        worker: _Worker,
-        piece: list[_Numbered],
-        run_id: int,
-        timeout_seconds: float | None,
-    ) -> None:
-        worker.orders.append(piece)
+        self, piece: Sequence[_Numbered], run_id: int, timeout_seconds: float | None
+    ) -> TrainOrder:
         clients, checkpointed = [one for _, one in piece], self._devices.trainer.checkpointed
-        order = TrainOrder(
+        return TrainOrder(
             clients=clients,
-            slots=[at % self._num_slots for at, _ in piece],
+            slots=[at % len(self._workers.slots) for at, _ in piece],
             run_id=run_id,
             timeout_seconds=timeout_seconds,
             states=self._devices.positions.states(parts_of(clients)),
             checkpointed=[client.name for client in clients if client.name in checkpointed],
         )
-        try:
-            worker.connection.send(order)
-        except OSError as error:
-            raise self._died(worker) from error
 
-    def _receive(self, *, is_patient: bool = True) -> list[tuple[list[_Numbered], TrainResult]]:
+    def _hand_out_blocks(
+        self, orders: Sequence[SumOrder], waiting: list[int], *, end: int, num_turns: int
+    ) -> None:
+        """Give each worker the blocks of its turn, which it had in earlier rounds; or others."""
+        for depth in range(1 + AHEAD):
+            for turn, worker in enumerate(self._alive):
+                if len(self._given[worker]) > depth:
+                    continue
+                near = [at for at in waiting if at < end]
+                own = [at for at in near if at % num_turns == turn]
+                if not near or (depth and not own):
+                    continue
+                block = (own or near)[0]
+                waiting.remove(block)
+                self._given[worker].append(block)
+                self._workers.send(worker, orders[block])
+
+    def _receive(self, *, is_patient: bool) -> list[tuple[_Piece, Result | WorkerDied]]:
         """Return the pieces that were computed, with their results; wait for one if patient."""
-        busy = {worker.connection: worker for worker in self._workers if worker.orders}
-        results: list[tuple[list[_Numbered], TrainResult]] = []
-        timeout_seconds = None if is_patient else 0
-        for connection in wait(cast(list[Connection], list(busy)), timeout_seconds):
-            worker = busy[cast(PipeEnd, connection)]
-            try:
-                result = worker.connection.recv()
-            except (EOFError, OSError) as error:
-                raise self._died(worker) from error
-            results.append((worker.orders.pop(0), result))
+        results: list[tuple[_Piece, Result | WorkerDied]] = []
+        for worker, result in self._workers.receive(is_patient=is_patient):
+            if isinstance(result, WorkerDied):
+                self._alive.remove(worker)
+                results += [(piece, result) for piece in self._given.pop(worker)]
+            else:
+                results.append((self._given[worker].popleft(), result))
         return results
 
     def _replies(
-        self, piece: list[_Numbered], result: TrainResult
+        self, piece: list[_Numbered], result: Result | WorkerDied
     ) -> dict[int, Update | _Foreseen | Dropout]:
         """Store the new positions of a piece's devices; return their replies by their numbers."""
+        if isinstance(result, WorkerDied):
+            return {at: Dropout(name=client.name, error=result) for at, client in piece}
+        assert isinstance(result, TrainResult)
         self._pace.work += sum(client.plan.quota for _, client in piece)
         self._pace.seconds += result.seconds
         self._devices.positions.store(parts_of([one for _, one in piece]), result.states)
@@ -343,56 +371,14 @@ class WorkerPool:
             if isinstance(plain, tuple):
                 replies[at] = Dropout(name=client.name, error=error_of(*plain))
             else:
-                slot = self._shared.slots[at % self._num_slots]
                 sums = {k: torch.from_numpy(v) for k, v in result.sums.get(number, {}).items()}
-                replies[at] = Update(values_P=slot, report=report_of(plain), sums=sums)
+                replies[at] = Update(values_P=self._slot(at), report=report_of(plain), sums=sums)
         return replies
 
-    def _died(self, worker: _Worker) -> WorkerDied:
-        """Return the error that says how a worker ended, and at which device."""
-        status = worker.process.wait()
-        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        where = ""
-        if worker.orders:
-            begun = int(self._shared.begun[worker.number])
-            clients = [client for _, client in worker.orders[0]]
-            client = next((one for one in clients if one.part == begun), clients[0])
-            where = f" at device {client.name}, round {client.plan.round}"
-        number = len(self._workers)
-        return WorkerDied(f"worker process {worker.number + 1} of {number} was ended {how}{where}")
+    def _slot(self, at: int) -> Tensor:
+        """Return the vector of device number ``at`` of the round."""
+        return self._workers.slots[at % len(self._workers.slots)]
 
     def close(self) -> None:
-        """Kill the processes: they hold nothing that is needed."""
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
-            worker.connection.close()
-        self._workers = []
-        if self._path is not None:
-            with contextlib.suppress(OSError):  # Windows removes no file that is mapped
-                self._path.unlink(missing_ok=True)
-
-
-def _named_file() -> Path:
-    descriptor, name = tempfile.mkstemp(prefix="headwater-")
-    os.close(descriptor)
-    return Path(name)
-
-
-def _started(descriptor: int, path: Path | None, start: WorkerSettings) -> _Worker:
-    ours, theirs = Pipe()
-    process: subprocess.Popen[bytes] | SpawnedProcess
-    with theirs:
-        if path is None:
-            passed = (theirs.fileno(), descriptor)
-            process = subprocess.Popen(
-                [sys.executable, "-c", RUN_WORKER, *map(str, passed)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=passed,
-            )
-        else:
-            process = SpawnedProcess(theirs, path)
-    worker = _Worker(number=start.number, process=process, connection=ours)
-    ours.send(start)
-    return worker
+        """End the workers: they hold nothing that is needed."""
+        self._workers.close()

@@ -23,7 +23,6 @@ from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.transport.device_records import Stage, Stages
 from headwater.simulation.compute.modes import compute_of
-from headwater.simulation.compute.worker_pool import WorkerPool
 from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.engines.pending_answers import PendingAnswers
 from headwater.simulation.engines.roster import FleetRoster
@@ -272,7 +271,7 @@ class LocalFleet:
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
-        if isinstance(self._compute, WorkerPool):
+        if self._compute is not None:
             self._compute.close()
 
     def traffic(self) -> Traffic:

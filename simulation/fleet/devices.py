@@ -104,6 +104,10 @@ class Compute(Protocol):
         """Yield the devices' replies; a vector is valid until the next reply is requested."""
         ...
 
+    def close(self) -> None:
+        """End the processes that compute, if there are any."""
+        ...
+
 
 class Devices:
     """N devices, numbered 0 to N-1; their data and hardware are created when first needed."""

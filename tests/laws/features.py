@@ -64,7 +64,7 @@ OUTER = (
 )
 
 LIMITS = {
-    "modules, simulation": 263,
+    "modules, simulation": 260,
     "modules, server": 172,
     "modules, client": 168,
 }

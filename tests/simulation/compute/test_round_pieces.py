@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.messages import Plan, Step, UpdateReport
-from headwater.simulation.compute.worker import plain_report, report_of
+from headwater.simulation.compute.orders import plain_report, report_of
 from headwater.simulation.compute.worker_pool import RoundPieces
 from headwater.simulation.fleet.devices import ClientPlan
 from headwater.simulation.fleet.position_columns import PositionColumns

@@ -27,8 +27,10 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
+from headwater.simulation.compute import batched
+from headwater.simulation.compute.local_workers import RUN_WORKER, local_pool
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.compute.worker_pool import RUN_WORKER, WorkerPool
+from headwater.simulation.compute.worker_pool import WorkerPool
 from headwater.simulation.fleet.devices import ClientPlan, Devices
 from headwater.simulation.run import run_engine
 from tests.processes import WAIT_SECONDS
@@ -59,6 +61,13 @@ class Uneven:
     def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         inputs, labels = batch
         return functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+class Together(Uneven):
+    """The same without random numbers, so that examples of many devices go through it together."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 class ManySteps:
@@ -125,6 +134,46 @@ def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path)
     assert len(found[0][1][0]["clients"]) == NUM_DEVICES - 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "chosen"),
+    [
+        ("fused", {}),
+        ("vectorised", {}),
+        ("vectorised", {"local.steps": 2, "local.learning_rate": 0.1}),
+    ],
+)
+def test_blocks_of_devices_have_the_bits_of_one_process(
+    mode: str, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device of each block is not finite, or raises: it is computed by itself, as always."""
+    monkeypatch.setattr(batched, "MAX_ROWS", 30)
+    found = []
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        settings = settings_of(
+            **{
+                "task": f"{__file__}:Together",
+                "out": str(out),
+                "simulation.compute": mode,
+                "simulation.clients": 2 * NUM_DEVICES,
+                "simulation.workers": workers,
+                **chosen,
+            }
+        )
+        running: list[int] = []
+
+        def on_round(row: RoundRow, running: list[int] = running) -> None:
+            running.append(len(worker_processes()))
+
+        run_engine(settings, on_round=on_round, resume=False)
+        assert running == ([0, 0] if workers == 1 else [2, 2])
+        rows = read_rows(out)
+        kept = [{key: row[key] for key in row if key not in WALL_CLOCK} for row in rows]
+        found.append(((out / MODEL).read_bytes(), kept))
+    assert found[0] == found[1]
+    assert len(found[0][1][0]["clients"]) == 2 * NUM_DEVICES - 2
+
+
 def clients_of(round_number: int) -> list[ClientPlan]:
     plans = (
         Plan(
@@ -142,7 +191,7 @@ def clients_of(round_number: int) -> list[ClientPlan]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(Devices(settings_of()), 2)
+    pool = local_pool(Devices(settings_of()), 2)
     yield pool
     pool.close()
 
@@ -181,7 +230,7 @@ def test_an_order_and_a_result_that_exceed_the_pipe_do_not_wait_for_each_other()
         )
         for part in range(3)
     ]
-    pool = WorkerPool(devices, 1)
+    pool = local_pool(devices, 1)
     image = build_model(ManySteps(), seed=1)
     try:
         answers = list(singles(pool.train(clients, image, run_id=1, timeout_seconds=None)))
@@ -206,7 +255,7 @@ def test_a_killed_worker_ends_the_run_and_the_error_names_worker_and_device(
 def test_workers_end_when_the_simulator_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from tests.simulation.compute.test_worker_pool import *\n"
-        "pool = WorkerPool(Devices(settings_of()), 2)\n"
+        "pool = local_pool(Devices(settings_of()), 2)\n"
         "list(pool.train(clients_of(1), build_model(Uneven(), seed=1), run_id=1, "
         "timeout_seconds=None))\n"
         "print('ready', flush=True); time.sleep(600)"
