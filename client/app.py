@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.features import algorithm_for, check_algorithm, check_test, own_rounds
+from headwater.client.flower.one_message import one_message
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import OFFLINE, SAMPLER, SPEED
 from headwater.client.plan_features import (
@@ -53,7 +54,9 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     ) -> Callable[[Message, Context], Message]:
         def reply(message: Message, context: Context) -> Message:
             try:
-                content = handle(read_request(message, context, hardware_of))
+                request = read_request(message, context, hardware_of)
+                with one_message(request):
+                    content = handle(request)
             except Exception as error:
                 is_simulated = SIMULATED in context.node_config
                 if not isinstance(error, HeadwaterError):

@@ -106,6 +106,9 @@ class UnknownTask(SettingsError):
     """The task's file, module or class does not exist or cannot be imported."""
     is_private = True
     remedy = "name it as --task path/to/my_task.py:MyTask, or package.module:MyTask"
+class UnknownObject(SettingsError):
+    """What a setting names by its import path is not there, or cannot be made."""
+    is_private = True
 class CodeChanged(SettingsError):
     """A queued run's file of code is not the one that it was submitted with."""
     remedy = "put the file back as it was, or submit the run again"
@@ -396,6 +399,8 @@ class OutsideActiveHours(DeviceAway):
     """The device is outside the active hours that its owner set."""
 class BytesUsedUp(DeviceAway):
     """The rest of the day's byte quota is too small for a round."""
+class DeviceBusy(DeviceAway):
+    """Another process of the device answers a message of the run, as training behind a deadline."""
 
 # Update refused: drop this update; the round goes on without it. --------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from headwater.common.errors import FeatureMissing, SettingsError, UnknownTask
+from headwater.common.errors import FeatureMissing, SettingsError, UnknownObject, UnknownTask
 from headwater.common.run_scope import object_named
 from headwater.common.task_spec import import_place, split_place
 from headwater.common.user_code import described
@@ -39,9 +39,9 @@ def find_named(spec: str, *, what: str) -> Any:
         module = import_place(place)
     except UnknownTask as error:
         own = FORMS if error.remedy == UnknownTask.remedy else error.remedy
-        raise SettingsError(f"the {what} {spec}: {error}", remedy=own) from error
+        raise UnknownObject(f"the {what} {spec}: {error}", remedy=own) from error
     if not hasattr(module, name):
-        raise SettingsError(
+        raise UnknownObject(
             f"the {what} {spec}: {place} has no {name}", remedy="correct the name after the colon"
         )
     return getattr(module, name)
@@ -61,7 +61,7 @@ def constructed(
     """
     found = find_named(spec, what=what)
     if method is not None and not callable(getattr(found, method, None)):
-        raise SettingsError(
+        raise UnknownObject(
             f"the {what} {spec} has no method {method}",
             remedy=f"give it one, or name another {what}",
         )
@@ -78,7 +78,7 @@ def constructed(
     except SettingsError:
         raise
     except Exception as error:
-        raise SettingsError(
+        raise UnknownObject(
             f"the {what} {spec} cannot be constructed: {described(error)}",
             remedy="correct the class or its arguments",
         ) from error

@@ -9,19 +9,25 @@ default.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import (
+    ClientSettings,
     PartitionSettings,
     PrivacySettings,
     SecureSettings,
     Settings,
 )
+from headwater.common.task_spec import is_below
+
+log = logging.getLogger(__name__)
 
 MODES = ("off", "semi-honest", "active")  # from the weakest to the strictest
 
@@ -46,6 +52,13 @@ OWN = ("order_seed", "declared_examples", "identity", "allow_list")
 """Those that are the owner's alone: a run sets none of them."""
 OF_BUDGET = ("privacy-budget", "privacy-unit", "privacy-delta", "new-privacy-budget")
 """The keys in a node's configuration of the owner's limit of privacy."""
+PLACES = ("identity", "allow-list", "state", "runtime", "memory-limit")
+"""Other keys of a node's configuration, which may be misspelt as well."""
+WORDS = (
+    *("secagg", "secure", "mask", "aggregation", "member", "survivor"),
+    *("privacy", "epsilon", "budget", "allow"),
+)
+"""Words of limits: a key with one of them means a limit."""
 OTHERS = ("ring_bits", "answer_factor", "phase_seconds")
 """Those that protect nobody: the server's choices, within what each device accepts."""
 
@@ -80,29 +93,74 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
         privacy = privacy.model_copy(
             update={"budget": min(budgets), "unit": found.unit, "delta": delta}
         )
+    settings = settings.model_copy(update={"secure": secure, "privacy": privacy})
     is_limited = owners.aggregation != "off" or budget is not None
-    if is_limited and settings.partition != PartitionSettings():
+    return _without_a_run_s_choices(settings, node_config) if is_limited else settings
+
+
+def _without_a_run_s_choices(settings: Settings, node_config: Mapping[str, Any]) -> Settings:
+    """Return a run's settings without what it could choose for one node and not for others.
+
+    Each node asks the SuperLink for a run's values, and no node sees what the others were told.
+    Less memory, fewer threads or shorter hours would leave a member of a session with nothing to
+    add; the owner's words are the same in all runs.
+
+    Raises:
+        SettingsError: the run divides the node's own data, or names code that is not the app's.
+    """
+    if settings.partition != PartitionSettings():
         raise SettingsError(
             f"the run divides each node's own data ({settings.partition.kind}), and this node's "
             "owner requires masks or a privacy budget: a rule of the run's could leave this node "
             "hardly an example, or all others",
             remedy="leave partition.* out of the run's configuration; divide the data on the nodes",
         )
-    return settings.model_copy(update={"secure": secure, "privacy": privacy})
+    named = (settings.task, settings.algorithm.name, *settings.feature.names)
+    for place in filter(None, named):
+        if not is_below(place, Path.cwd()):
+            raise SettingsError(
+                "the run names code by a path that leads out of its bundle, and this node's owner "
+                "requires masks or a privacy budget: its signature covers no value of a run",
+                remedy="put the file into the bundle, and name it by its path in there",
+            )
+    memory = node_config.get("memory-limit")
+    try:
+        client = ClientSettings.model_validate(
+            {} if memory is None else {"memory_limit_bytes": memory}
+        )
+    except ValidationError as error:
+        raise _fault(error, lambda _: "memory-limit") from None
+    return settings.model_copy(update={"client": client, "threads": None})
 
 
 def _check_spelling(node_config: Mapping[str, Any]) -> None:
-    """Check that no key is a limit's but for its spelling: the limit would not be there."""
+    """Check that no key is nearly a limit's, or speaks of one: the limit would not be there."""
     limits = [*map(key_of, (*FLOORS, *OWN[:2])), *OF_BUDGET]
-    for key in node_config.keys() - set(limits):
+    known = [*limits, *PLACES]
+    for key in node_config.keys() - set(known):
         plain = key.lower().replace("_", "-").replace(".", "-")
-        near = get_close_matches(plain.removeprefix("secure-"), limits, n=1, cutoff=0.85)
+        near = get_close_matches(
+            plain.removeprefix("secure-"), [*limits, *PLACES], n=1, cutoff=0.85
+        )
         near = near or get_close_matches(plain, limits, n=1, cutoff=0.85)
-        if near:
+        if near or any(word in plain for word in WORDS):
+            meant = f"write it as {near[0]}" if near else f"it may be one of {', '.join(limits)}"
             raise SettingsError(
                 f"the node's configuration has {key}, which is no setting, and so no limit",
-                remedy=f"write it as {near[0]} in the SuperNode's --node-config",
+                remedy=f"{meant} in the SuperNode's --node-config",
             )
+    given = node_config.keys() & set(limits)
+    if "privacy-budget" not in given and (idle := given & set(OF_BUDGET)):
+        raise SettingsError(
+            f"the node's configuration has {min(idle)} and no privacy-budget, and so no limit",
+            remedy="give privacy-budget too in the SuperNode's --node-config",
+        )
+    if "secure-aggregation" not in given and (idle := given & set(map(key_of, FLOORS))):
+        log.warning(
+            "%s of the node's configuration holds where a run has masks; this node takes part in "
+            "runs without masks too, as it has no secure-aggregation=active",
+            ", ".join(sorted(idle)),
+        )
 
 
 def _checked(given: Mapping[str, Any]) -> SecureSettings:

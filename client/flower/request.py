@@ -134,6 +134,7 @@ def read_request(message: Message, context: Context, hardware_of: HardwareOf) ->
         from headwater.client.flower.owners_word import as_owner_requires  # a SuperNode alone
 
         settings = as_owner_requires(settings, context.node_config)
+        records.forget_other_runs(context)
     if settings.feature.name is not None:  # before a plan with its terms is read
         import_module("headwater.common.own_feature.found").own_features(settings.feature)
     if settings.threads is not None:

@@ -41,7 +41,14 @@ class MaskedPlans(PlanFeature):
     def allow(self, request: DeviceRequest, plan: Plan) -> None:
         if "secagg" in plan.terms:
             told, name = told_examples(request, plan), request.identity.name
-            check_plan(plan, request.settings.secure, name=name, told_examples=told)
+            has_own = request.local_store is not None
+            check_plan(
+                plan,
+                request.settings.secure,
+                name=name,
+                told_examples=told,
+                has_own_parameters=has_own,
+            )
             if not request.is_simulated:  # whose hardware changes from round to round
                 is_active = request.settings.secure.aggregation == "active"
                 check_time(plan, request.speed, name=name, needs_pace=is_active)

@@ -33,6 +33,7 @@ def check_example_unit(plan: Plan, sampler: SamplerState, *, name: str, has_loca
         "a client algorithm": local.algorithm is not None,
         "parameters that stay on the device": has_local,
         "more examples than its noise is for": plan.quota > terms.max_examples,
+        "examples held out, of which one may move others": plan.held_out_fraction > 0,
     }
     for fault, is_found in faults.items():
         if is_found:

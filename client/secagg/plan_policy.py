@@ -36,8 +36,17 @@ MOST_TIMES, MOST_IDLE = 200.0, 86_400.0
 """Of the time that a device needs for its quota, by its own figures: a plan gives at least this."""
 
 
-def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: int | None) -> None:
+def check_plan(
+    plan: Plan,
+    secure: SecureSettings,
+    *,
+    name: str,
+    told_examples: int | None,
+    has_own_parameters: bool = False,
+) -> None:
     """Check a masked plan. ``told_examples`` is the number of examples that the device reported.
+
+    ``has_own_parameters`` says whether parameters stay on the device, whatever the plan says.
 
     Raises:
         MaskingTooWeak: the plan asks for fewer examples than the device's least quota, or holds
@@ -71,7 +80,7 @@ def check_plan(plan: Plan, secure: SecureSettings, *, name: str, told_examples: 
             f"noise sends all coordinates, or random-k of at least {MIN_MASKED_FRACTION:g}",
             remedy="use --compress random-k on the server, with a larger --compress-fraction",
         )
-    if plan.carries_state and secure.aggregation == "active":
+    if (plan.carries_state or has_own_parameters) and secure.aggregation == "active":
         raise MaskingTooWeak(
             f"{name}, round {plan.round}: what this device keeps of earlier rounds would enter its "
             "update, and it requires masks that withstand a server that lies",

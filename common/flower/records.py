@@ -37,10 +37,12 @@ HEAD, VECTOR = "head", "vector"
 EXPIRED, NODE_GONE = (3, 4), 5
 OWN_ERROR = 1000  # the Error.code of our errors; Flower's own codes are below 100
 
+RUN = "run"
+"""The context's entry with the run that the others are of."""
 MAX_HEAD_CHARACTERS = 1 << 20
+"""Of a message's data as JSON: the longest frame of the wire."""
 MAX_QUOTED = 1 << 14
 """Of a longer message no value is quoted."""
-"""Of a message's data as JSON: the longest frame of the wire."""
 SHORTER_TERMS = "send less with the plans of the feature, or simulate in one process"
 MessageT = TypeVar("MessageT", bound=BaseModel)
 
@@ -94,12 +96,16 @@ def head_json(content: RecordDict) -> str:
     """Return a message's data as JSON.
 
     Raises:
-        CorruptUpdate: the message has no data.
+        CorruptUpdate: the message has no data, or more than a frame of the wire has room for.
     """
     record = content.get(HEAD)
     text = record.get("json") if isinstance(record, ConfigRecord) else None
     if not isinstance(text, str):
         raise CorruptUpdate("a message without the head that every message must have")
+    if len(text) > MAX_HEAD_CHARACTERS:
+        raise CorruptUpdate(
+            f"a message with a head of {len(text):,} characters; at most {MAX_HEAD_CHARACTERS:,}"
+        )
     return text
 
 
@@ -241,6 +247,18 @@ def reply_content(reply: Message) -> RecordDict:
     if reply.error.code == NODE_GONE:
         raise ConnectionLost(f"the node disconnected: {reply.error.reason}")
     raise error_of_reply(reply)
+
+
+def forget_other_runs(context: Context) -> None:
+    """Forget what the context has of another run: Flower hands it on within a series of runs.
+
+    A speed that was measured under another run's settings would let plans ask for too much.
+    """
+    own = {"id": str(context.run_id)}
+    if load_state(context, RUN) != own:
+        for name in list(context.state):
+            del context.state[name]
+        save_state(context, RUN, own)
 
 
 def save_state(context: Context, name: str, state: Any) -> None:

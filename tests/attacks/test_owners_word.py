@@ -19,14 +19,17 @@ from headwater.client.flower.owners_word import (
     key_of,
 )
 from headwater.client.flower.request import OWN_SETTINGS, DeviceRequest, read_request
+from headwater.client.flower.state_file import SPEED
 from headwater.client.secagg.prepare import floor_of
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import SettingsError, TaskError
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run
+from headwater.common.named_objects import constructed
 from headwater.common.settings.schema import SecureSettings, Settings
 from headwater.common.settings.sources import load
+from headwater.common.stats.linear_fit import Line
 from headwater.common.task import load_task
 from tests.masked import RUN, plan
 from tests.python_tasks import SIGNS
@@ -163,12 +166,31 @@ def test_no_class_is_constructed_that_is_no_algorithm_and_no_task(tmp_path: Path
         ("Max-Share", "max-share"),
         ("privacy_budget", "privacy-budget"),
         ("privacy.budget", "privacy-budget"),
+        ("allow_list", "allow-list"),
+        ("run-time", "runtime"),
+        ("memory_limit", "memory-limit"),
     ],
 )
 def test_a_limit_under_a_misspelt_key_is_named(key: str, meant: str) -> None:
     with pytest.raises(SettingsError, match=f"{key}, which is no setting") as caught:
         as_owner_requires(of_a_run(), {key: 1})
     assert f"write it as {meant}" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    "key", ["aggregation", "secagg", "masks", "secure.mode", "epsilon", "budget", "members"]
+)
+def test_a_key_that_speaks_of_a_limit_and_is_none_is_named(key: str) -> None:
+    with pytest.raises(SettingsError, match=f"{key}, which is no setting") as caught:
+        as_owner_requires(of_a_run(), {key: 1})
+    assert "secure-aggregation" in str(caught.value.remedy)
+
+
+def test_a_limit_that_needs_another_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SettingsError, match="privacy-delta and no privacy-budget"):
+        as_owner_requires(of_a_run(), {"privacy-delta": 1e-6})
+    as_owner_requires(of_a_run(), {"min-members": 10})
+    assert "min-members of the node's configuration holds where a run has masks" in caplog.text
 
 
 def test_keys_that_are_no_limits_are_left_alone() -> None:
@@ -189,3 +211,80 @@ def test_a_run_divides_no_node_s_own_data_where_its_owner_sets_limits(
     with pytest.raises(SettingsError) as error:
         as_owner_requires(run, owners)
     assert "partition" in str(error.value.remedy)
+
+
+@pytest.mark.parametrize("owners", [{"secure-aggregation": "active"}, {"privacy-budget": 3.0}])
+def test_a_superlink_gives_no_node_less_memory_time_or_threads_where_its_owner_sets_limits(
+    owners: dict[str, Any],
+) -> None:
+    """Each node asks for the run's values itself; a member that has no memory adds nothing."""
+    run = load(
+        None,
+        {
+            "client.memory_limit_bytes": 1 << 20,
+            "client.battery_share": 0.01,
+            "client.active_hours": "00:00-00:01",
+            "threads": 1,
+        },
+    )
+    found = as_owner_requires(run, owners)
+    assert found.client == Settings().client
+    assert found.threads is None
+    assert as_owner_requires(run, {}).client == run.client
+    own = as_owner_requires(run, {**owners, "memory-limit": 1 << 30})
+    assert own.client.memory_limit_bytes == 1 << 30
+    with pytest.raises(SettingsError, match="the node's memory-limit is 'much'"):
+        as_owner_requires(run, {**owners, "memory-limit": "much"})
+
+
+@pytest.mark.parametrize("key", ["task", "algorithm.name", "feature.name"])
+@pytest.mark.parametrize("place", ["/tmp/settings.py:X", "../other.py:X", "~/own.py:X"])
+def test_a_run_names_no_file_outside_of_its_bundle_where_the_owner_sets_limits(
+    key: str, place: str
+) -> None:
+    run = load(None, {key: place})
+    with pytest.raises(SettingsError, match="leads out of its bundle") as caught:
+        as_owner_requires(run, {"secure-aggregation": "semi-honest"})
+    assert place not in str(caught.value)
+    as_owner_requires(load(None, {key: "examples/mine.py:X"}), {"secure-aggregation": "active"})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ('TOKEN = "tok_12345" oops', "tok_12345"),
+        ('import os\nHOST = os.environ["NO_SUCH"]  # prod-db.internal', "prod-db.internal"),
+        (
+            "class Own:\n    def train(self): ...\n    def __init__(self): raise OSError('tok_1')",
+            "tok",
+        ),
+    ],
+)
+def test_no_line_and_no_error_of_a_file_that_a_run_names_travels_to_the_server(
+    code: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(SettingsError) as caught:
+        constructed(f"{tmp_path}/own.py:Own", {}, what="client algorithm", method="train")
+    assert said in str(caught.value)
+    told = records.to_flower_error(caught.value).reason or ""
+    assert said not in told
+    assert str(tmp_path) not in told
+
+
+def test_nothing_of_another_run_of_a_series_is_known_in_a_run() -> None:
+    """Flower hands a node's context on, also the speed that plans are checked by."""
+    before = request_of(of_a_run())
+    records.save_state(before.context, SPEED, Line(base=1e-9, each=1e-9))
+    assert before.speed is not None
+    context = Context(
+        run_id=RUN + 1,
+        node_id=1,
+        node_config=before.context.node_config,
+        state=before.context.state,
+        run_config=before.context.run_config,
+    )
+    enter_run(RUN + 1)
+    assert read_request(before.message, context, this_machine).speed is None
+    records.save_state(context, SPEED, Line(base=1.0, each=1.0))
+    assert read_request(before.message, context, this_machine).speed is not None

@@ -27,6 +27,7 @@ def private(**changes: Any) -> Plan:
         ({"local_steps": 2}, "local steps"),
         ({"algorithm": "fedprox"}, "a client algorithm"),
         ({"quota": 9}, "more examples"),
+        ({"held_out_fraction": 0.5, "held_out": "group:label"}, "examples held out"),
     ],
 )
 def test_a_plan_that_bounds_no_example_is_refused_by_name(

@@ -144,6 +144,14 @@ def test_nothing_of_earlier_rounds_enters_an_update_under_active_masks(
     check_plan(asked, semi_honest, name="pi", told_examples=None)
 
 
+def test_own_parameters_enter_no_update_under_active_masks_also_where_the_plan_is_silent() -> None:
+    asked = plan(answer_seconds=1.0)
+    active = SecureSettings(aggregation="active", min_quota=1)
+    check_plan(asked, active, name="pi", told_examples=None)
+    with pytest.raises(MaskingTooWeak, match="keeps of earlier rounds would enter its update"):
+        check_plan(asked, active, name="pi", told_examples=None, has_own_parameters=True)
+
+
 def test_random_coordinates_without_feedback_go_with_active_masks() -> None:
     terms = CompressionTerms(method="random-k", fraction=0.5, feedback=False)
     asked = plan(compression=terms, answer_seconds=1.0)
