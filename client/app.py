@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +19,6 @@ from flwr.clientapp import ClientApp
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
 from headwater.client.features import algorithm_for, check_algorithm, check_test, own_rounds
-from headwater.client.flower.one_message import one_message
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import OFFLINE, SAMPLER, SPEED
 from headwater.client.plan_features import (
@@ -55,7 +55,7 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
         def reply(message: Message, context: Context) -> Message:
             try:
                 request = read_request(message, context, hardware_of)
-                with one_message(request):
+                with _alone(request):
                     content = handle(request)
             except Exception as error:
                 is_simulated = SIMULATED in context.node_config
@@ -79,6 +79,15 @@ def client_app(hardware_of: HardwareOf) -> ClientApp:
     for action in PHASE_ACTIONS:
         app.query(action)(handled_by(partial(answer_phase, action)))
     return app
+
+
+def _alone(request: DeviceRequest) -> AbstractContextManager[None]:
+    """Keep other processes of the device from answering meanwhile; else there is one."""
+    if not request.is_on_supernode:
+        return nullcontext()
+    from headwater.client.flower.one_message import one_message
+
+    return one_message(request)
 
 
 def _describe(request: DeviceRequest) -> RecordDict:

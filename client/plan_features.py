@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import RecordDict
 
 from headwater.client.flower.request import DeviceRequest
-from headwater.client.flower.state_file import offline_name
+from headwater.client.flower.state_file import SECURE, offline_name
 from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import CorruptUpdate
 from headwater.common.flower import records
@@ -82,7 +82,8 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
     is_view = records.is_view(request.message.content)
     found: list[PlanFeature] = []
     # On an engine where no process stays, the node may hold an update of a masked round before.
-    if requires_masks(request) or "secagg" in plan.terms or _has_masked() or not is_view:
+    is_masked = "secagg" in plan.terms or _has_masked() or had_masks(request)
+    if requires_masks(request) or is_masked or not is_view:
         found.append(_loaded("masked_rounds.masked_plans:MaskedPlans")())
     if is_view and _has_offline_sum(request):
         found.append(_loaded("offline.offline_plans:OfflineSums")())
@@ -98,7 +99,7 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
 def owner_features(request: DeviceRequest) -> Sequence[PlanFeature]:
     """Return the features by which the owner limits what the device tells outside of a plan."""
     found: list[PlanFeature] = []
-    if requires_masks(request):
+    if requires_masks(request) or had_masks(request):
         found.append(_loaded("masked_rounds.masked_plans:MaskedPlans")())
     if request.settings.privacy.budget is not None:
         found.append(_loaded("privacy.private_plans:PrivatePlans")())
@@ -108,6 +109,11 @@ def owner_features(request: DeviceRequest) -> Sequence[PlanFeature]:
 def requires_masks(request: DeviceRequest) -> bool:
     """Whether the owner, or the run, requires that updates are masked."""
     return request.settings.secure.aggregation != "off"
+
+
+def had_masks(request: DeviceRequest) -> bool:
+    """Whether the device was in a secure session of the run, as far as this process knows."""
+    return records.load_state(request.context, SECURE) is not None
 
 
 def _has_masked() -> bool:

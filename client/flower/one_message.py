@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headwater.client.flower.request import OWN_SETTINGS, DeviceRequest
+from headwater.client.flower.request import DeviceRequest
 from headwater.common.errors import DeviceBusy, StateError
 from headwater.common.system.atomic_file import NO_FOLLOW, OWNER_ONLY, make_private_folder
 from headwater.common.system.file_lock import try_lock
@@ -25,15 +25,10 @@ LOOK_SECONDS = 0.02
 def one_message(request: DeviceRequest) -> Iterator[None]:
     """Wait until no other process answers a message of the run for this device, and keep it so.
 
-    A device of ``headwater-client`` is one process, which answers one message after another.
-
     Raises:
         DeviceBusy: another process answers one, as where training goes on behind a deadline.
         StateError: the lock's file cannot be opened.
     """
-    if request.is_simulated or OWN_SETTINGS in request.context.node_config:
-        yield
-        return
     path = request.state_folder / f"{request.identity.name}-{request.context.run_id}.lock"
     try:
         make_private_folder(path.parent)

@@ -78,6 +78,11 @@ class DeviceRequest:
         return SIMULATED in self.context.node_config
 
     @property
+    def is_on_supernode(self) -> bool:
+        """Whether processes of a SuperNode answer, and not one of the device's own."""
+        return not self.is_simulated and OWN_SETTINGS not in self.context.node_config
+
+    @property
     def hardware(self) -> Hardware:
         """The device's machine, real or simulated."""
         return self.hardware_of(self.identity, self.settings, self.trainer.image.layout)

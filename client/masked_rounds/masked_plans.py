@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import RecordDict
 
 from headwater.client.flower.request import DeviceRequest
-from headwater.client.flower.state_file import SHARE, read_share
+from headwater.client.flower.state_file import SECURE, SHARE, read_share
 from headwater.client.masked_rounds.masked_answers import train_masked
 from headwater.client.masked_rounds.masked_description import told_examples
 from headwater.client.masked_rounds.suspended_updates import suspended_of
@@ -13,6 +13,8 @@ from headwater.client.plan_features import PlanFeature, load_model
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.plan_policy import check_plan, check_share, check_time
 from headwater.client.secagg.prepare import check_masking
+from headwater.client.secagg.types import read_record
+from headwater.common.errors import MaskingRequired
 from headwater.common.flower import records
 from headwater.common.messages import Plan
 
@@ -23,6 +25,8 @@ class MaskedPlans(PlanFeature):
     def check(self, request: DeviceRequest, plan: Plan) -> None:
         name, is_masked = request.identity.name, "secagg" in plan.terms
         check_masking(request.settings.secure, is_masked=is_masked, name=name, what="an update")
+        if not is_masked:
+            _check_run(request, what="an update")
 
     def prepare(self, request: DeviceRequest, plan: Plan) -> None:
         """Erase the sessions of other rounds."""
@@ -71,3 +75,26 @@ class MaskedPlans(PlanFeature):
     def check_test(self, request: DeviceRequest) -> None:
         name = request.identity.name
         check_masking(request.settings.secure, is_masked=False, name=name, what="the held-out loss")
+        _check_run(request, what="the held-out loss")
+
+
+def _check_run(request: DeviceRequest, *, what: str) -> None:
+    """Check that the device has masked nothing in this run: a run that has masks keeps them.
+
+    Whoever may change a run's settings, as in a folder that two servers share, could take the masks
+    away from devices whose owners rely on the run's.
+
+    Raises:
+        MaskingRequired: it has.
+        StateError: the state file cannot be read.
+    """
+    if request.is_simulated:
+        return
+    if not records.is_view(request.message.content):
+        suspended_of(request).load()
+    if read_record(records.load_state(request.context, SECURE)).masked is not None:
+        raise MaskingRequired(
+            f"{request.identity.name}: the server requests {what} in clear, and this device has "
+            "masked its updates in this run so far",
+            remedy="resume the run with its --secure-aggregation, or begin a new one",
+        )

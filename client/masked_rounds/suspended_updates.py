@@ -103,11 +103,11 @@ class SuspendedUpdate:
         Raises:
             StateError: the state file cannot be read or written, or there is no folder for keys.
         """
-        self._load_state_file()
+        self.load()
         self.write_state_file()
         self._key.check()
 
-    def _load_state_file(self) -> None:
+    def load(self) -> None:
         """Copy the state file into the context: the file is never older than the context."""
         if self._file is not None:
             for name, plain in self._file.read().items():
@@ -144,7 +144,7 @@ class SuspendedUpdate:
             UpdateNotHeld: there is none, or its key is erased.
             StateError: the state file cannot be read.
         """
-        self._load_state_file()
+        self.load()
         sealed = records.load_bytes(self._context, SUSPENDED) or b""
         stored, values = unseal_session(
             sealed, self._key.read(), name=self._name, run=self._context.run_id

@@ -19,7 +19,7 @@ from typing import Any
 from headwater.common.errors import SettingsError
 from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings, Settings
-from headwater.common.task_spec import is_below, split_place
+from headwater.common.task_spec import is_below, source_file, split_place
 
 UNPROTECTED = ("plain_text", "public_metrics")
 """The settings that let anybody on the way read."""
@@ -96,19 +96,35 @@ def named_code(settings: Settings) -> list[tuple[str, str]]:
 
 
 def check_code(
-    settings: Settings, file: Path, *, folder: Path | None = None, given: Collection[str] = ()
+    settings: Settings,
+    file: Path,
+    *,
+    folder: Path | None = None,
+    given: Collection[str] = (),
+    came_with: Path | None = None,
 ) -> None:
     """Check that a file's settings name code below a folder, the working folder by default.
 
     ``given`` are the keys that the user has set, in place of the file.
+
+    What lies in the folder that the file ``came_with`` is no more the user's than the file is.
 
     Raises:
         SettingsError: one names code elsewhere.
     """
     folder = folder or Path.cwd()
     for key, place in named_code(settings):
-        if key not in given and not is_below(place, folder):
-            setting = all_settings()[key]
+        if key in given:
+            continue
+        setting = all_settings()[key]
+        source = source_file(place) if is_below(place, folder) else None
+        if source is not None and came_with is not None and _is_in(source, came_with):
+            raise SettingsError(
+                f"{file}: {setting.name} is {place}, which lies in the run's own folder: a folder "
+                "that was sent does not bring the code that is run",
+                remedy=f"if it is your own, name it yourself: {setting.flag}; or keep it elsewhere",
+            )
+        if not is_below(place, folder):
             raise SettingsError(
                 f"{file}: {setting.name} is {place}, which is outside of the working folder "
                 f"{folder}: a file does not choose the code that is run",

@@ -130,7 +130,7 @@ def load_run(
     settings = load(config, overrides, source=source, below=left)
     given = {key for key, value in overrides.items() if value is not None}
     given |= {key for key, _ in flattened(own)}
-    check_code(settings, left, given=given)
+    check_code(settings, left, given=given, came_with=Path(out))
     if not is_own:
         check_places(settings, left, folder=Path(out), given=given)
         check_protected(settings, left, given=given)

@@ -30,6 +30,14 @@ def check_resumed(before: Mapping[str, Any], chosen: PrivacySettings) -> None:
             remedy="leave out --privacy-epsilon and --privacy-noise-multiplier; or begin a new run "
             "with them: another --out",
         )
+    noise, now = before.get("privacy.noise_multiplier"), chosen.noise_multiplier
+    if noise is not None and now is not None and now < noise:
+        raise SettingsError(
+            f"the rounds of this run had noise of {noise:g} clip norms so far, and the next ones "
+            f"would have {now:g}",
+            remedy=f"resume with --privacy-noise-multiplier {noise:g} or more; or begin a new run: "
+            "another --out",
+        )
     if was_on and not chosen.is_on:
         raise SettingsError(
             "the rounds of this run had noise so far, and the next ones would have none",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headwater.common.errors import SettingsError
 from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
@@ -265,4 +266,13 @@ def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
     Raises:
         SettingsError: they do not.
     """
+    modes = ("off", "semi-honest", "active")
+    had, has = before.get("secure.aggregation", "off"), settings.secure.aggregation
+    if modes.index(had) > modes.index(has):
+        raise SettingsError(
+            f"the rounds of this run had {had} secure aggregation so far, and the next ones would "
+            f"have {'none' if has == 'off' else has}: devices that rely on the run's masks would "
+            "send what these have hidden",
+            remedy=f"resume with --secure-aggregation {had}; or begin a new run: another --out",
+        )
     part_of("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)

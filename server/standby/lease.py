@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from headwater.common.errors import TermEnded
+from headwater.common.errors import CheckpointCorrupt, TermEnded
 from headwater.server.standby.state_store import StateStore
 from headwater.server.standby.term_record import NAME, TermRecord
 
@@ -122,6 +122,9 @@ class Lease:
                 self._replace(lambda record: record)
                 has_failed = False
             except TermEnded:
+                return
+            except CheckpointCorrupt as error:
+                self._ended = TermEnded(f"term {self.record.term} of this server ended: {error}")
                 return
             except OSError as error:
                 if not has_failed:

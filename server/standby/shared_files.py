@@ -17,7 +17,7 @@ from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
 from headwater.server.standby.state_store import StateStore
-from headwater.server.standby.term_record import TermRecord
+from headwater.server.standby.term_record import STORED, TermRecord, is_code
 
 # What belongs to one server: its lock, its operator's order, its history, and drawings that can be
 # made again. The history's names go on, as in history.sqlite-wal.
@@ -101,6 +101,8 @@ class SharedFiles:
                 path.unlink()
         for name, stored in record.files.items():
             path = self._folder / name
+            if not self._is_shared(path):
+                raise CheckpointCorrupt(f"the shared run names {name}, which is a server's own")
             if path.parent != self._folder:
                 self._check_within(path.parent)
                 make_private_folder(path.parent)
@@ -146,17 +148,20 @@ class SharedFiles:
         """
         kept = {*record.files.values(), *record.log_pieces}
         for stored in self._store.stored():
-            term = stored.partition("-")[0]
-            if stored not in kept and term.isdecimal() and int(term) < record.term:
+            is_ours = STORED.fullmatch(stored) is not None
+            if is_ours and stored not in kept and int(stored.partition("-")[0]) < record.term:
                 self._store.remove(stored)
 
     def _paths(self) -> list[Path]:
         return sorted(
-            path
-            for path in self._folder.rglob("*")
-            if path.is_file()
-            and not path.relative_to(self._folder).parts[0].startswith(OWN)
-            and not path.name.endswith(PART)
+            path for path in self._folder.rglob("*") if path.is_file() and self._is_shared(path)
+        )
+
+    def _is_shared(self, path: Path) -> bool:
+        """Return whether a file of the folder is the run's, and not one server's own."""
+        parts = path.relative_to(self._folder).parts
+        return not (
+            parts[0].startswith(OWN) or path.name.endswith(PART) or any(map(is_code, parts))
         )
 
     def _take(self, stored: str, path: Path) -> None:

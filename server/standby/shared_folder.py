@@ -7,6 +7,9 @@ a stopped process could keep. The first and the last ``NUM_KEPT`` numbers stay, 
 the lowest are removed first. So a writer that was stopped for long, and links to a number that was
 removed meanwhile, finds that the number before it is gone.
 
+Others may write in the folder, as they can on many file servers. So what is read is a regular file
+of a size that it may have, by its own descriptor and never through a link.
+
 Nothing follows from what a network's file system may tell from a cache (names, attributes): whether
 a number is there is found out by linking, which the file system's server does.
 """
@@ -16,18 +19,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
+from headwater.common.system.atomic_file import NO_FOLLOW, OWNER_ONLY, make_private_folder
 
 NUM_KEPT = 8
 NUM_READS, READ_SECONDS = 50, 0.02  # a list of names may be old for longer: the caller asks again
 DIGITS = 12
+NUMBER = re.compile(rf"[0-9]{{{DIGITS}}}")
+MAX_SMALL_BYTES = 4 << 20
+_BINARY: int = getattr(os, "O_BINARY", 0)
 NEW = ".new-"
 FILES = "files"
 
@@ -46,7 +55,10 @@ class SharedFolder:
                 return None
             # Otherwise it was removed since it was listed, and there are higher ones.
             with contextlib.suppress(FileNotFoundError), _stale_is_missing():
-                content = self._path(name, numbers[-1]).read_bytes()
+                with _opened(self._path(name, numbers[-1])) as file:
+                    content = file.read(MAX_SMALL_BYTES + 1)
+                if len(content) > MAX_SMALL_BYTES:
+                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), file.name)
                 return content, str(numbers[-1])
             time.sleep(READ_SECONDS)
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self._folder))
@@ -78,6 +90,7 @@ class SharedFolder:
         """Copy a file, and force it to disk before it has its name."""
         make_private_folder(self._folder)
         make_private_folder(self._folder / FILES)
+        self._check_files()
         new = self._folder / f"{NEW}{secrets.token_hex(8)}"
         try:
             with file.open("rb") as source, open(_create(new), "wb") as copy:
@@ -90,20 +103,33 @@ class SharedFolder:
 
     def download(self, name: str, file: Path) -> None:
         """Copy a stored file to a path."""
-        source = self._folder / FILES / name
-        if source.is_symlink():  # else a record could copy any file of this machine
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(source))
-        with _stale_is_missing():
-            shutil.copyfile(source, file)
+        self._check_files()
+        stored = self._folder / FILES / name
+        with _stale_is_missing(), _opened(stored) as source, file.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
 
     def stored(self) -> list[str]:
         """Return the names of the stored files."""
         folder = self._folder / FILES
-        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        if not folder.exists():
+            return []
+        self._check_files()
+        return sorted(os.listdir(folder))
 
     def remove(self, name: str) -> None:
         """Remove a stored file."""
+        self._check_files()
         (self._folder / FILES / name).unlink(missing_ok=True)
+
+    def _check_files(self) -> None:
+        """Check that the stored files are in this folder, and not where a link leads.
+
+        Raises:
+            OSError: the folder is a link.
+        """
+        folder = self._folder / FILES
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
 
     def _path(self, name: str, number: int) -> Path:
         return self._folder / f"{name}.{number:0{DIGITS}}"
@@ -126,7 +152,22 @@ class SharedFolder:
         except FileNotFoundError:
             return []
         parts = (one.rpartition(".") for one in names)
-        return sorted(int(end) for start, _, end in parts if start == name and end.isdecimal())
+        own = (end for start, _, end in parts if start == name)
+        return sorted(int(end) for end in own if NUMBER.fullmatch(end))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read.
+
+    Raises:
+        OSError: it is a link, or a FIFO or device, which might never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield file
 
 
 def _create(path: Path) -> int:

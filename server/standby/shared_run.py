@@ -15,16 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from headwater.common.errors import HeadwaterError, SettingsError, StateError
+from headwater.common.errors import CheckpointCorrupt, HeadwaterError, SettingsError, StateError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.command_line import check_addresses
-from headwater.common.system.console import console
+from headwater.common.system.console import print_text
+from headwater.common.system.printable import printable
 from headwater.common.task import load_task
 from headwater.common.wording import counted
 from headwater.server.rounds import checkpoint
 from headwater.server.standby.lease import Lease
 from headwater.server.standby.shared_files import SharedFiles, claim
-from headwater.server.standby.state_store import StateStore, open_store
+from headwater.server.standby.state_store import OWN_CLASS, StateStore, open_store
 from headwater.server.standby.term_record import NAME, Stands, TermRecord, may_take_over
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class SharedRun:
             stands = "drained" if self.is_drained else "finished"
         except HeadwaterError as error:
             if not isinstance(error, SettingsError | StateError):
-                stands, reason = "failed", f"{error.code}: {error}"
+                stands, reason = "failed", printable(f"{error.code}: {error}", max_characters=1000)
             raise
         finally:
             self._lease.release(lambda record: replace(record, stands=stands, reason=reason))
@@ -163,6 +164,7 @@ def open_run(
             f"a run with a standby needs {missing}",
             remedy="give both servers the same --shared-state, and each its own --out",
         )
+    _check_apart(spec, folder)
     store = open_store(spec)
 
     def try_out() -> None:
@@ -223,18 +225,21 @@ def _await_turn(
     """Follow the record until its holder has ended, or has let its term lapse."""
     claim(folder, str(settings.standby.shared_state), is_new=False)
     seen: Look | None = None
+    last = TermRecord()
     since, is_tried, said = time.monotonic(), False, ""
     while True:
         looked, now = _look(store, has_failed=seen is None), time.monotonic()
         if looked != seen:
             since = now
+        if looked is not None:
+            last = _later(looked[0], last)
         seen = looked
         if seen is None:  # how the record stands is not known, so nothing follows from it
             time.sleep(POLL_SECONDS)
             continue
         record, version = seen
         if (text := _described(record)) != said:
-            console.print(f"standby of {settings.standby.shared_state}: {text}", soft_wrap=True)
+            print_text(f"standby of {settings.standby.shared_state}: {text}")
             said = text
         if record.stands == "finished":
             SharedFiles(store, folder).download(record)
@@ -249,10 +254,9 @@ def _await_turn(
                 why = (
                     "it has ended" if record.stands == "free" else f"silent for {now - since:.0f} s"
                 )
-                console.print(
+                print_text(
                     f"takes over from {record.holder} ({why}) with term {lease.record.term}, "
-                    f"after round {record.round}",
-                    soft_wrap=True,
+                    f"after round {record.round}"
                 )
                 return SharedRun(lease, store, folder)
         time.sleep(POLL_SECONDS)
@@ -270,13 +274,46 @@ def _follow(
     return True
 
 
+def _check_apart(spec: str, folder: Path) -> None:
+    """Check that a shared folder is not in the run's folder, which is stored there, or around it.
+
+    Raises:
+        SettingsError: it is.
+    """
+    if OWN_CLASS.fullmatch(spec):
+        return
+    shared, own = Path(spec).resolve(), folder.resolve()
+    if shared.is_relative_to(own) or own.is_relative_to(shared):
+        raise SettingsError(
+            f"--shared-state {spec} and --out {folder} are one in the other",
+            remedy="name two folders beside each other",
+        )
+
+
+def _later(now: TermRecord, last: TermRecord) -> TermRecord:
+    """Return the record as it is now; it only ever goes on.
+
+    Raises:
+        CheckpointCorrupt: it went back, as where an old copy of the folder was put in its place:
+            what was opened since would be opened again, and no noise would have been spent on it.
+    """
+    if (now.term, now.beat) < (last.term, last.beat):
+        raise CheckpointCorrupt(
+            f"the shared state went back: it was at term {last.term}, round {last.round}, and is "
+            f"at term {now.term}, round {now.round}",
+            remedy="put back what was there; if it is lost, begin a new run: another "
+            "--shared-state",
+        )
+    return now
+
+
 def _look(store: StateStore, *, has_failed: bool) -> Look | None:
     """Return the record and its version; None, and a word of it once, if they cannot be read."""
     try:
         return _read(store)
-    except OSError as error:
+    except (OSError, CheckpointCorrupt) as error:
         if not has_failed:
-            log.warning("the shared state cannot be reached: %s", error)
+            log.warning("the shared state cannot be read: %s", error)
         return None
 
 

@@ -12,38 +12,45 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from headwater.common.errors import CheckpointCorrupt
 from headwater.common.parsed_text import json_of
 
 NAME = "term"
-STORED = re.compile(r"\d{1,20}-\d{1,20}-[^/\\\0]{1,1000}")
+STORED = re.compile(r"[0-9]{1,20}-[0-9]{1,20}-[^/\\\0]{1,1000}")
 """A name in the store, as ``SharedFiles`` gives it."""
+CODE = (".py", ".pyc", ".pyo", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pth", ".egg", ".zip")
+"""The ends of names of what Python would run: no run has such a file to share."""
 
+CHECKED = ConfigDict(strict=True, extra="forbid")
 Stands = Literal["serving", "free", "drained", "failed", "finished"]
 """free: the server has ended so that another may continue; the last three: none should."""
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+Text = Annotated[str, Field(max_length=2000)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@pydantic_dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class TermRecord:
     """The record; the names are the keys in its file."""
 
-    term: int = 0
-    holder: str = ""
+    term: Number = 0
+    holder: Text = ""
     """The server's name, unique to its process."""
     stands: Stands = "free"
-    reason: str = ""
+    reason: Text = ""
     """Why it failed."""
-    beat: int = 0
+    beat: Number = 0
     """Counts the record's replacements, so that each is different from all others."""
-    term_seconds: float = 0.0
+    term_seconds: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """How long the record may stay unchanged before another server takes over."""
-    round: int = 0
+    round: Number = 0
     """The last committed round, for the log alone."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     """The run's files: path in the run's folder, and name in the store."""
     log_pieces: tuple[str, ...] = ()
     """The stored pieces of the run's log of rounds, in their order."""
@@ -71,7 +78,8 @@ class TermRecord:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(
                 f"the shared state's record of terms cannot be read: {error}",
-                remedy="name another --shared-state, or restore it from a backup",
+                remedy="put back the newest copy: devices that have met a later term refuse an "
+                "older one. If it is lost, begin a new run with another --shared-state",
             ) from error
         return record
 
@@ -87,6 +95,8 @@ class TermRecord:
             raise ValueError("a stored file has a name that no server gives")
         if any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
             raise ValueError("a file has a name that leads out of the run's folder")
+        if any(is_code(part) for part in parts):
+            raise ValueError("a file has the name of code")
 
     def taken_by(self, holder: str, *, term_seconds: float) -> TermRecord:
         """Return the record of the next term."""
@@ -99,6 +109,11 @@ class TermRecord:
             beat=self.beat + 1,
             term_seconds=term_seconds,
         )
+
+
+def is_code(name: str) -> bool:
+    """Return whether Python could run a file of this name, or what is in a folder of it."""
+    return name.lower().endswith(CODE) or name == "__pycache__"
 
 
 def may_take_over(record: TermRecord, *, unchanged_seconds: float) -> bool:

@@ -230,18 +230,18 @@ class Admission:
     def _attach(
         self, session: DeviceSession, stream: Stream, hello: Hello, *, has_displaced: bool
     ) -> None:
-        session.stream, session.task = stream, asyncio.current_task()
-        session.outbox, session.image_id = asyncio.Queue(), hello.image_id
-        session.sending_since, session.frame_limit = None, FrameLimit(at=time.monotonic())
-        if session.instruction is not None:
-            session.frame_limit.grant_reply(session.instruction.reply_bytes)
-        welcome = Welcome(
+        welcome = Welcome(  # first: a session that could not be welcomed is not attached
             protocol_version=PROTOCOL_VERSION,
             session=session.token,
             run_id=self._run_id,
             has_displaced=has_displaced,
             term=self._term,
         )
+        session.stream, session.task = stream, asyncio.current_task()
+        session.outbox, session.image_id = asyncio.Queue(), hello.image_id
+        session.sending_since, session.frame_limit = None, FrameLimit(at=time.monotonic())
+        if session.instruction is not None:
+            session.frame_limit.grant_reply(session.instruction.reply_bytes)
         self._connections.downloads.send(session, ServerFrame(welcome=welcome))
         session.record = self._connections.device_records.note_connected(session.name)
         if self.is_paused or self.is_watched:

@@ -63,6 +63,23 @@ def test_every_setting_that_names_code_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("key", keys())
+@pytest.mark.parametrize("place", ["runs/sent/evil.py:Evil", "runs.sent.evil:Evil"])
+def test_a_resumed_run_s_folder_does_not_bring_code(evil: Path, key: str, place: str) -> None:
+    """Runs lie below the working folder; what came with one is not the user's for that."""
+    out = Path("runs/sent")
+    out.mkdir(parents=True)
+    (out / "evil.py").write_text(evil.read_text())
+    (out / "settings.toml").write_text(
+        load(None, {"task": OWN_TASK, "rounds": 1, key: place}).to_toml()
+    )
+    with pytest.raises(SettingsError, match="does not bring the code") as found:
+        Training(load_run(None, {"out": out}, resume=True), run_id=0).check()
+    assert key in str(found.value)
+    given = load_run(None, {"out": out, key: "mine.py:Mine"}, resume=True)
+    assert "evil" not in dict(named_code(given)).get(key, "")
+
+
+@pytest.mark.parametrize("key", keys())
 def test_a_resumed_run_s_folder_does_not_choose_code(evil: Path, key: str) -> None:
     out = left_by(evil, **{key: f"{evil}:Evil"})
     with pytest.raises(SettingsError, match=REFUSED) as found:
