@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -94,6 +95,8 @@ class Branch:
         self._must_end = must_end
         self._port: _OpenPort | None = None
         self._listen = settings.server.listen
+        self.term_above: Callable[[], int] = lambda: 0
+        """Returns the term of the server above: a device may have met that server."""
 
     def enter(self, run_id: int) -> None:
         """Open the devices' port for a run, if it is not open.
@@ -106,6 +109,7 @@ class Branch:
         if self._port is None or self._port.run_id != run_id:
             self.close(say_goodbye=False)  # the devices connect again, to the new run
             self._port = self._open(run_id)
+        self._port.servicer.follow_term(self.term_above())
 
     def describe(self, request: DescribeRequest) -> DeviceReport:
         """Return the description of this aggregator.

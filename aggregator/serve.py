@@ -54,6 +54,7 @@ def serve_branch(settings: Settings) -> None:
     identity = Identity(name=name, data=None, part=0, num_parts=1)
     folder: Path = above.client.state_folder
     node = Node(branch_app(branch), trainer, identity, above, folder)
+    branch.term_above = lambda: node.term
     connection = Connection(
         node,
         addresses,

@@ -432,6 +432,9 @@ class NothingWeighed(EmptyUpdate):
 class LateUpdate(UpdateRefused):
     """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"
+class BranchRefused(UpdateRefused):
+    """The sum of the device's aggregator was refused, or the aggregator refused the device."""
+    remedy = "look into the aggregator: it answers for the devices that are connected to it"
 class StaleUpdate(UpdateRefused):
     """The update was computed at a model that is more steps old than --max-staleness allows."""
     remedy = "raise --max-staleness, or let each step have more updates: --buffer"

@@ -197,6 +197,11 @@ class Plan(WireMessage):
         return all(one.asks_model for one in self.terms.values())
 
     @property
+    def vector_bound(self) -> float | None:
+        found = (one.vector_bound for one in self.terms.values())
+        return min((bound for bound in found if bound is not None), default=None)
+
+    @property
     def repeats_examples(self) -> bool:
         return any(one.repeats_examples for one in self.terms.values())
 

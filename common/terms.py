@@ -87,6 +87,11 @@ class Terms(BaseModel):
         return False
 
     @property
+    def vector_bound(self) -> float | None:
+        """The L2 norm that no update's vector exceeds; None: there is none."""
+        return None
+
+    @property
     def hides_pace(self) -> bool:
         """Whether the server may not know how far the device is."""
         return False

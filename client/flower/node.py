@@ -113,6 +113,11 @@ class Node:
             records.save_state(self._context, name, plain)
         self._follow_term(term)
 
+    @property
+    def term(self) -> int:
+        """The latest term of the run's servers that the node has met; 0 if none had one."""
+        return 0 if self._file is None else self._file.term
+
     def _follow_term(self, term: int) -> None:
         assert self._file is not None
         met = self._file.term

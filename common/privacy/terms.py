@@ -90,6 +90,10 @@ class PrivacyTerms(Terms):
         return True
 
     @property
+    def vector_bound(self) -> float | None:
+        return self.norm_bound
+
+    @property
     def hides_pace(self) -> bool:
         return True
 

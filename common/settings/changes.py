@@ -178,12 +178,12 @@ def check_protected(settings: Settings, file: Path, *, given: Collection[str]) -
 
 
 def check_no_links(folder: Path) -> None:
-    """Check that no file or folder in a run's folder, at any depth, is a link.
+    """Check that nothing in a run's folder, at any depth, is a link, or no file and no folder.
 
-    The folder itself may be one.
+    The folder itself may be a link. A FIFO would be waited for.
 
     Raises:
-        SettingsError: one is.
+        SettingsError: something is.
     """
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -193,6 +193,10 @@ def check_no_links(folder: Path) -> None:
                     f"{path} is a link to {path.readlink()}: what a run writes would change files "
                     "outside of its folder",
                     remedy="put what it leads to in its place, or choose another --out",
+                )
+            if not path.is_file() and not path.is_dir():
+                raise SettingsError(
+                    f"{path} is no file and no folder", remedy="remove it, or choose another --out"
                 )
 
 

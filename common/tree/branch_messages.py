@@ -20,6 +20,7 @@ from headwater.common.errors import CorruptUpdate, HeadwaterError, error_of, tra
 from headwater.common.flower.records import json_text
 from headwater.common.messages import (
     MAX_FAULTS,
+    STEP_BYTES,
     DescribeRequest,
     DeviceReport,
     EvaluateReport,
@@ -33,6 +34,7 @@ from headwater.common.messages import (
 )
 from headwater.common.settings.fields import Seconds
 from headwater.common.terms import SumOf, named
+from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 
 MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.branch"
 MAX_MEMBERS = 10_000
@@ -42,6 +44,9 @@ MAX_PACKED_BYTES = 16 << 20
 MAX_TENSORS = 2**20
 # Bytes of JSON: of a tensor's scale, of a sum beside the model's, and of all but the reports.
 TENSOR_BYTES, SUM_BYTES, ANSWER_BYTES = 128, 512, 64 << 10
+# Of a device's report and norm without its steps; and its keys in JSON, and those of a step.
+REPORT_BYTES, REPORT_KEYS, STEP_KEYS = 8 << 10, 128, 8
+ANSWER_KEYS = 4096  # of all but the reports
 
 PerTensor = Annotated[tuple[NotNegative, ...], Field(max_length=MAX_TENSORS)]
 ScaleBits = Annotated[
@@ -235,6 +240,17 @@ def unpacked(text: str, *, max_bytes: int = MAX_PACKED_BYTES) -> bytes:
 
 def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int, sums: Mapping[str, SumOf]) -> int:
     """Return the most bytes, beside the model's sum, in which a branch may answer these plans."""
-    room = sum(plan.head_bytes for plan in plans.values())
+    room = sum(REPORT_BYTES + STEP_BYTES * _num_steps(plan) for plan in plans.values())
     extra = sum(8 * one.length + SUM_BYTES for one in sums.values())
     return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room + extra
+
+
+def answer_keys(plans: Mapping[str, Plan], *, num_sums: int) -> int:
+    """Return the most keys of JSON in a branch's answer: each that is none of ours costs memory."""
+    room = sum(REPORT_KEYS + STEP_KEYS * _num_steps(plan) for plan in plans.values())
+    return ANSWER_KEYS + REPORT_KEYS * num_sums + room
+
+
+def _num_steps(plan: Plan) -> int:
+    """Return the most steps of a plan's report, as many as a message has room for."""
+    return min(plan.max_windows * (plan.max_examples + 1), MAX_REPLY_HEAD_BYTES // STEP_BYTES)

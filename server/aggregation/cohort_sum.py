@@ -38,6 +38,7 @@ FIRST_LARGEST_MEAN = 1.0
 # float32 is below 2^128 and resolves 2^-149: scales beyond these bounds have no advantage.
 MIN_SCALE_BITS, MAX_SCALE_BITS = -100, 200
 LARGEST_VALUE = float(np.finfo(np.float32).max)
+EPSILON = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,14 +139,14 @@ class CohortSum:
             num_shifts=self.num_shifts,
         )
 
-    def check_part(
-        self, part: PartialSum, *, name: str, num_updates: int, limit: float = LARGEST_VALUE
-    ) -> None:
-        """Check a part before any of it is added; ``limit`` is that of a value in one update.
+    def check_part(self, part: PartialSum, *, name: str, limits: Sequence[float]) -> None:
+        """Check a part before any of it is added; ``limits`` are its updates' largest values.
 
         Raises:
-            CorruptUpdate: it is not of this model, or no ``num_updates`` updates have such a sum.
+            CorruptUpdate: it is not of this model, or no updates with these limits have such a sum.
         """
+        num_updates, largest_value = len(limits), max(limits, default=0.0)
+        most = math.fsum(limits)
         found = len(part.integers_P), *map(len, (part.scale_bits, part.peaks, part.bounds))
         num_tensors = len(self._scale_bits)
         expected = (self._layout.num_parameters, num_tensors, num_tensors, num_tensors)
@@ -158,18 +159,40 @@ class CohortSum:
             bound, bits, own = part.bounds[t], part.scale_bits[t], self._opened_bits[t]
             # A coarser scale than these updates need would round all others to zero.
             needed = min(own, SUM_BITS - math.frexp(bound)[1]) if bound else own
-            most = num_updates * limit
-            if not (0 <= part.peaks[t] <= bound <= most) or bits != needed:
+            is_right = 0 <= part.peaks[t] <= min(bound, largest_value) and bound <= most
+            if not is_right or bits != needed:
                 raise CorruptUpdate(
                     f"{name}: tensor {t} has the peak {part.peaks[t]}, the bound {bound} and the "
-                    f"scale {bits}; expected 0 <= peak <= bound <= {most:.4g}, and the scale "
-                    f"{needed}"
+                    f"scale {bits}; expected 0 <= peak <= bound <= {most:.4g}, a peak of at most "
+                    f"{largest_value:.4g}, and the scale {needed}"
                 )
             integers = part.integers_P[start:end]
             largest = max(int(integers.max()), -int(integers.min())) if len(integers) else 0
-            # Each update is rounded by at most 1/2, and each shift of the sum by 1/2 once more.
-            if largest > math.ldexp(bound, bits) + num_updates + (own - bits):
+            # Each update is rounded by at most 1/2, and each shift of the sum by 1/2 once more; the
+            # bound is a sum of float64, which the integers' 62 bits resolve better.
+            room = math.ldexp(bound, bits) * (1 + num_updates * EPSILON)
+            if largest > room + num_updates + (own - bits):
                 raise CorruptUpdate(f"{name}: the sum of tensor {t} is larger than its updates")
+
+    def check_norm(self, part: PartialSum, *, name: str, limits: Sequence[float]) -> None:
+        """Check a part by the L2 norms that its updates have at most: its own is not more.
+
+        Raises:
+            CorruptUpdate: it is.
+        """
+        square = rounding = 0.0
+        for t, (start, end) in enumerate(self._layout.spans):
+            step, shifts = 2.0 ** -part.scale_bits[t], self._opened_bits[t] - part.scale_bits[t]
+            for low in range(start, end, CHUNK):
+                wide = part.integers_P[low : min(low + CHUNK, end)].astype(np.float64) * step
+                square += float(wide @ wide)
+            rounding += (end - start) * ((len(limits) + shifts) * step) ** 2
+        most = math.fsum(limits) * (1 + 1e-6) + math.sqrt(rounding)
+        if not math.sqrt(square) <= most:
+            raise CorruptUpdate(
+                f"{name}: the norm of its sum is {math.sqrt(square):.4g}, and that of its updates "
+                f"is at most {most:.4g} together"
+            )
 
     def add_part(self, part: PartialSum, weight: int) -> None:
         """Add a checked part: the result is the same integers as if its updates had been added.

@@ -97,8 +97,7 @@ class ExtraSums:
             self._sums[key].check_part(
                 part,
                 name=f"{name}: the sum {key}",
-                num_updates=len(weights.get(key, ())),
-                limit=self.asked[key].limit,
+                limits=[self.asked[key].limit] * len(weights.get(key, ())),
             )
 
     def add_parts(

@@ -81,6 +81,11 @@ class Progress:
     """Those of the round (``common.settings.changes``); none in a file of an earlier version."""
 
 
+def _is_number(value: object) -> bool:
+    """Whether a value is a whole number that a message has room for."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def save(
     folder: Path,
     progress: Progress,
@@ -144,6 +149,8 @@ def load(folder: Path) -> Saved | None:
         if version == "2":
             _bring_up_to_date(row, tensors)
         progress = Progress(**row)
+        if not (_is_number(progress.run_id) and _is_number(progress.round)):
+            raise ValueError(f"run {progress.run_id!r:.50}, round {progress.round!r:.50}")
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error

@@ -6,6 +6,7 @@ Updates that will be masked only announce that they are ready; the secure sessio
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -15,6 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from headwater.common.errors import (
+    BranchRefused,
+    CorruptUpdate,
     CountOutOfRange,
     HeadwaterError,
     NothingWeighed,
@@ -28,8 +31,8 @@ from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.terms import Terms
 from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import believed_noise
-from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.aggregation.norm_watch import norm_per_weight, scaled_to
+from headwater.server.aggregation.cohort_sum import LARGEST_VALUE, CohortSum
+from headwater.server.aggregation.norm_watch import MIN_UPDATES, norm_per_weight, scaled_to
 from headwater.server.aggregation.round_reports import AcceptedReports, ReportColumns, in_all
 from headwater.server.fleet import (
     PLAIN_RULES,
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from headwater.server.aggregation.extra_sums import ExtraSums
 
 log = logging.getLogger(__name__)
+
+NORM_ROUNDING = 1e-5  # relative, of a norm that another machine has summed
 
 
 class Holder(Protocol):
@@ -104,6 +109,8 @@ class OpenRound:
         """How many answers the round itself refused, by error code."""
         self.norms: dict[str, float] = {}
         """The norm per unit of weight of each single update that arrived, also if refused."""
+        self._told_norms: dict[str, float] = {}
+        """Those of them that an aggregator has told."""
         self.outliers: list[str] = []
         """The clients whose updates were beyond the norm's limit."""
         self.clip_bits: list[int] = []
@@ -176,10 +183,16 @@ class OpenRound:
 
     @property
     def all_norms(self) -> Sequence[float] | None:
-        """The norms of all updates that arrived; None if those of a batch are unknown."""
+        """The norms of all updates that arrived; None if those of a batch are unknown.
+
+        What an aggregator tells counts where too few are measured here: it could have any majority.
+        """
         known = [norms for norms in self._batch_norms if norms is not None]
-        is_complete = len(known) == len(self._batch_norms)
-        return [*self.norms.values(), *chain.from_iterable(known)] if is_complete else None
+        if len(known) < len(self._batch_norms):
+            return None
+        measured = [norm for name, norm in self.norms.items() if name not in self._told_norms]
+        single = measured if len(measured) >= MIN_UPDATES else self.norms.values()
+        return [*single, *chain.from_iterable(known)]
 
     def refuse(self, name: str, error: HeadwaterError) -> None:
         """Record why a client is not in the round."""
@@ -330,23 +343,54 @@ class OpenRound:
                     *(report.name, plan, report.num_examples, report.weight, report.num_steps),
                     report.num_windows,
                 )
-            number = len(columns.names)
-            self._total.check_part(branch.total, name=branch.name, num_updates=number)
+            limits, is_norm = self._limits_of_branch(branch)
+            self._total.check_part(branch.total, name=branch.name, limits=limits)
+            if is_norm:
+                self._total.check_norm(branch.total, name=branch.name, limits=limits)
             weights = self._weights_of_sums(branch)
             if self.extra is not None:
                 self.extra.check_parts(branch.extra, weights, name=branch.name)
         except UpdateRefused as error:
-            self._refuse_updates(columns.names, error)
+            refused = BranchRefused(f"{error.code}: {error}")
+            self._refuse_updates(columns.names, refused)
             return
         if all(self.plans[report.name].asks_model for report in branch.reports):
             self._total.add_part(branch.total, sum(columns.sent_weight))
         if self.extra is not None:
             self.extra.add_parts(branch.extra, weights)
         self.norms |= branch.norms
+        self._told_norms |= branch.norms
         self.outliers += branch.outliers
         self.accepted.add(*branch.reports)
         self._unused += [report.unused for report in branch.reports]
         self.clip_bits += branch.clip_bits
+
+    def _limits_of_branch(self, branch: BranchSum) -> tuple[Sequence[float], bool]:
+        """Return the largest norm of each of a branch's updates, and whether one is known.
+
+        By the terms of a private plan; else as the aggregator tells it, up to the norm's limit.
+
+        Raises:
+            CorruptUpdate: a norm is missing, or beyond the limit.
+        """
+        watch, beyond = self._rules.norm_watch, self._rules.beyond_norm
+        limits, is_norm = list[float](), True
+        for report in branch.reports:
+            plan = self.plans[report.name]
+            bound = plan.vector_bound
+            if bound is None and watch is not None and plan.asks_model:
+                norm = branch.norms.get(report.name, math.inf)
+                if beyond == "clip":
+                    norm = min(norm, watch.limit)
+                if norm > watch.limit and beyond == "refuse":
+                    raise CorruptUpdate(
+                        f"{branch.name}: it counts {report.name} with a norm of {norm:.3g} per "
+                        f"unit of weight, expected up to {watch.limit:.3g}"
+                    )
+                bound = norm * max(report.weight, 1) * (1 + NORM_ROUNDING)
+            is_norm &= bound is not None
+            limits.append(min(LARGEST_VALUE if bound is None else bound, LARGEST_VALUE))
+        return limits, is_norm
 
     def _weights_of_sums(self, branch: BranchSum) -> dict[str, list[int]]:
         """Return the weights of the updates that bring each sum beside the model's."""

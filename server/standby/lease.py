@@ -58,6 +58,7 @@ class Lease:
         self._ended: TermEnded | None = None
         self._lock = threading.Lock()
         self._has_stopped = threading.Event()
+        self._is_released = threading.Event()
         self._end_process = end_process
         self._silent_seconds = max(2 * record.term_seconds, min_silent_seconds)
         self._thread = threading.Thread(target=self._renew, name="term", daemon=True)
@@ -102,16 +103,20 @@ class Lease:
         self._replace(change)
 
     def release(self, change: Change) -> None:
-        """Stop renewing, and write the record's last change if the term has not ended."""
+        """Stop renewing, and write the record's last change if the term has not ended.
+
+        If the store does not answer, the watch ends the process.
+        """
         self._has_stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._ended is not None:
-            return
         try:
-            self._replace(change)
+            if self._ended is None:
+                self._replace(change)
         except (TermEnded, OSError) as error:
             log.warning("term %d was not released: %s", self.record.term, error)
+        finally:
+            self._is_released.set()
 
     def _renew(self) -> None:
         has_failed = False
@@ -134,7 +139,7 @@ class Lease:
 
     def _watch(self) -> None:
         renewed_at, num_silent = self._renewed_at, 0
-        while not self._has_stopped.wait(self._silent_seconds / SILENT_LOOKS):
+        while not self._is_released.wait(self._silent_seconds / SILENT_LOOKS):
             if self._ended is not None:
                 return
             num_silent = num_silent + 1 if self._renewed_at == renewed_at else 0

@@ -89,7 +89,7 @@ class Admission:
         """The layout's rows (``common.model.mismatch``), which the refusal shows to the device."""
         self._connections = connections
         self._run_id, self._task = run_id, task
-        self._term = term
+        self.term = term
         self._has_tls = has_tls
         self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
         self._rate_limit = RateLimit()
@@ -235,7 +235,7 @@ class Admission:
             session=session.token,
             run_id=self._run_id,
             has_displaced=has_displaced,
-            term=self._term,
+            term=self.term,
         )
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id

@@ -112,6 +112,10 @@ class Servicer:
         self._thread.start()
         self._call(self._open())
 
+    def follow_term(self, term: int) -> None:
+        """Welcome devices with a later term from now on; an earlier one changes nothing."""
+        self._admission.term = max(self._admission.term, term)
+
     def stop(self, *, say_goodbye: bool) -> None:
         """Close every stream; a goodbye informs the devices that the run has ended."""
         self._call(self._close(say_goodbye=say_goodbye))

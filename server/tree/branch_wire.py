@@ -6,15 +6,24 @@ have a device of another branch counted as its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from headwater.common.errors import CorruptUpdate, HeadwaterError, LateUpdate, SettingsError
+from headwater.common.errors import (
+    BranchRefused,
+    CorruptUpdate,
+    HeadwaterError,
+    LateUpdate,
+    OversizeUpdate,
+    SettingsError,
+)
 from headwater.common.flower.records import MAX_HEAD_CHARACTERS, SHORTER_TERMS
 from headwater.common.messages import MAX_FAULTS, EvaluateReport, Plan, UpdateReport
 from headwater.common.model.layout import ModelLayout
@@ -29,6 +38,7 @@ from headwater.common.tree.branch_messages import (
     Refusal,
     SumRules,
     answer_bytes,
+    answer_keys,
     packed,
 )
 from headwater.common.wording import counted
@@ -40,6 +50,8 @@ from headwater.server.fleet import BranchOrder, BranchSum, Dropout, UpdateRules
 DataT = TypeVar("DataT", bound=BaseModel)
 BranchOrders = Callable[[Mapping[str, Plan]], BranchOrder]
 """Returns the order for a part of the open round's plans."""
+MAX_REFUSAL_CHARACTERS = 300
+KEY = re.compile(rb'"\s*:')
 AGAIN = " (again)"  # a second update of a device, in a round's refusals
 
 
@@ -183,7 +195,8 @@ def read_sum(
             f"{head.name}: a sum of {head.sum_bytes:,} bytes in {len(vector):,}, expected "
             f"{expected:,}"
         )
-    answer = parse(head.name, vector[expected:], BranchAnswer)
+    most_keys = answer_keys(plans, num_sums=len(asked))
+    answer = parse(head.name, vector[expected:], BranchAnswer, most_keys=most_keys)
     reported = [report.name for report in answer.reports]
     named = {*reported, *answer.norms, *answer.outliers}
     named |= {name.removesuffix(AGAIN) for name in answer.refused}
@@ -223,7 +236,8 @@ def read_evaluation(
     Raises:
         CorruptUpdate: as ``read_sum``.
     """
-    answer = parse(head.name, vector, BranchEvaluation)
+    most_keys = answer_keys(plans, num_sums=0)
+    answer = parse(head.name, vector, BranchEvaluation, most_keys=most_keys)
     reported = [report.name for report in answer.reports]
     _check_named(head.name, {*reported, *answer.refused}, plans)
     if len(set(reported)) < len(reported):
@@ -233,14 +247,19 @@ def read_evaluation(
     return BranchReports(name=head.name, answers=[*answer.reports, *dropouts])
 
 
-def parse(name: str, data: memoryview | bytes, kind: type[DataT]) -> DataT:
-    """Return the JSON of an aggregator's answer.
+def parse(name: str, data: memoryview | bytes, kind: type[DataT], *, most_keys: int) -> DataT:
+    """Return the JSON of an aggregator's answer, which has at most so many keys.
+
+    An error is made for each key that is none of ours, of half a kilobyte: so they are counted.
 
     Raises:
         CorruptUpdate: it is malformed.
     """
+    text = bytes(data)
+    if next(islice(KEY.finditer(text), most_keys, None), None) is not None:
+        raise CorruptUpdate(f"{name}: {kind.__name__}: more keys than {most_keys:,}")
     try:
-        return kind.model_validate_json(bytes(data))
+        return kind.model_validate_json(text)
     except ValidationError as error:
         if (number := error.error_count()) > MAX_FAULTS:
             raise CorruptUpdate(f"{name}: {kind.__name__}: {number:,} faults") from None
@@ -273,13 +292,28 @@ def _check_named(aggregator: str, named: Iterable[str], plans: Mapping[str, Plan
             raise CorruptUpdate(f"{aggregator}: it answers for {name}, which is none of its plans")
 
 
+def of_device(aggregator: str, error: HeadwaterError) -> HeadwaterError:
+    """Return what an aggregator says of a device: a breach of the protocol is its word alone.
+
+    Devices are left out for one, and a device may be listed by an aggregator that it never met.
+    """
+    short = error.message[:MAX_REFUSAL_CHARACTERS]
+    if isinstance(error, CorruptUpdate | OversizeUpdate):
+        return BranchRefused(f"{aggregator}: {error.code}: {short}")
+    return error if short == error.message else type(error)(short, remedy=error.remedy)
+
+
 def _refused(
     aggregator: str,
     refused: Mapping[str, Refusal],
     reported: Iterable[str],
     plans: Mapping[str, Plan],
 ) -> dict[str, HeadwaterError]:
-    found = {name: refusal.error for name, refusal in refused.items()}
+    found = {
+        name: of_device(aggregator, refusal.error)
+        for name, refusal in refused.items()
+        if not name.endswith(AGAIN)  # counted among the refusals
+    }
     silent = plans.keys() - set(reported) - found.keys()
     late = {name: LateUpdate(f"{name}: not in the answer of {aggregator}") for name in silent}
     return {**found, **late}

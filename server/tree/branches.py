@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from headwater.common.errors import AggregatorRefused, HeadwaterError
 from headwater.common.flower import records
 from headwater.common.flower.grid import OTHER_HEAD_BYTES, MessageKind
+from headwater.common.flower.records import MAX_HEAD_CHARACTERS
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, WireMessage
 from headwater.common.model.layout import ModelLayout
 from headwater.common.tree.branch_messages import (
@@ -40,6 +41,7 @@ from headwater.server.tree.branch_wire import (
     BranchOrders,
     BranchReports,
     branch_plans,
+    of_device,
     parse,
     read_evaluation,
     read_sum,
@@ -53,6 +55,9 @@ AGAIN_SECONDS = 1.0  # between two requests, while a round waits for devices
 SILENT_BRANCH_SECONDS = 30.0
 # Of one aggregator in a run: all its devices may be replaced three times.
 MAX_NAMES = 4 * MAX_MEMBERS
+MAX_NAME_CHARACTERS = MAX_HEAD_CHARACTERS // 2
+MAX_MEMBERS_KEYS = 64 * MAX_MEMBERS
+MAX_DOUBLINGS = 9
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +75,9 @@ class Branch:
     """Whether it let a round wait in vain, and has not answered since."""
     complaint: str = ""
     """Why the last answer had no list; empty if it had."""
+    num_complaints: int = 0
+    """How many answers in a row had none. To read them costs, so the next is asked for later."""
+    asked_from: float = float("-inf")
 
 
 class DividedPlans(SentPlans):
@@ -123,8 +131,9 @@ class DividedPlans(SentPlans):
         """Yield the answers; a lost aggregator's is one for each of its devices."""
         for answer in answers:
             if isinstance(answer, Dropout) and answer.name in self.branches:
+                error = of_device(answer.name, answer.error)
                 for name in self.branches[answer.name]:
-                    yield Dropout(name=name, error=answer.error)
+                    yield Dropout(name=name, error=error)
             elif isinstance(answer, BranchReports):
                 yield from answer.answers
             else:
@@ -209,6 +218,7 @@ class Branches(Intermediaries):
             node
             for node, branch in self._branches.items()
             if branch.asked_at is None
+            and branch.asked_from <= now
             and not (branch.is_fresh and now - branch.answered_at < AGAIN_SECONDS)
         ]
         if not due:
@@ -234,7 +244,7 @@ class Branches(Intermediaries):
         """Return the aggregators for whose lists the round's plan has to wait."""
         now, names = self._clock(), list[str]()
         for branch in self._branches.values():
-            if branch.is_fresh or branch.is_silent:
+            if branch.is_fresh or branch.is_silent or branch.asked_from > now:
                 continue
             if branch.asked_at is None or now - branch.asked_at < SILENT_BRANCH_SECONDS:
                 names.append(branch.name)
@@ -261,15 +271,20 @@ class Branches(Intermediaries):
         try:
             content = records.reply_content(reply)
             head = records.read(content, BranchHead)
-            listed = parse(head.name, records.vector(content) or b"", Members).devices
+            listed = parse(
+                head.name, records.vector(content) or b"", Members, most_keys=MAX_MEMBERS_KEYS
+            ).devices
             self._check_names(branch.name, {report.name for report in listed})
         except HeadwaterError as error:
             told = f"{branch.name} did not list its devices: {error.code}: {error}"
-            if told != branch.complaint:  # it is requested again each second
+            if told != branch.complaint:
                 log.warning("%s", told)
             branch.devices, branch.complaint = {}, told
+            seconds = AGAIN_SECONDS * 2 ** min(branch.num_complaints, MAX_DOUBLINGS)
+            branch.num_complaints += 1
+            branch.asked_from = branch.answered_at + seconds
             return True
-        branch.complaint = ""
+        branch.complaint, branch.num_complaints = "", 0
         # An equal description is kept as it is: a new one would replace what was measured since.
         branch.devices = {
             report.name: before[report.name] if before.get(report.name) == report else report
@@ -287,6 +302,12 @@ class Branches(Intermediaries):
         Raises:
             AggregatorRefused: it has. A list without new names is taken all the same.
         """
+        if (length := sum(map(len, names))) > MAX_NAME_CHARACTERS:
+            raise AggregatorRefused(
+                f"{counted(len(names), 'name')} of {length:,} characters, expected at most "
+                f"{MAX_NAME_CHARACTERS:,}: their plans fit in no message",
+                remedy="give the devices shorter names, or have another aggregator for some",
+            )
         if len(all_names := self._names[aggregator] | names) > MAX_NAMES:
             raise AggregatorRefused(
                 f"{len(all_names)} names in this run, expected at most {MAX_NAMES}",
@@ -330,6 +351,10 @@ class Branches(Intermediaries):
     def _log_twice(self, name: str, branch: str) -> None:
         if name not in self._twice:
             self._twice.add(name)
+            others = (one.name for one in self._branches.values() if name in one.devices)
+            first = next((one for one in others if one != branch), "this server")
             log.warning(
-                "%s is listed by %s, and connected elsewhere: it counts there", name, branch
+                "%s is listed by %s, and was first at %s, where it counts: one of the two may say "
+                "what is not so",
+                *(name, branch, first),
             )

@@ -21,7 +21,7 @@ from headwater.common.errors import CorruptUpdate, LateUpdate, SettingsError
 from headwater.common.messages import Plan, Update, UpdateReport
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
-from headwater.server.aggregation.cohort_sum import CohortSum, PartialSum
+from headwater.server.aggregation.cohort_sum import LARGEST_VALUE, CohortSum, PartialSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.fleet import BranchOrder, BranchSum, Fleet, UpdateRules
 from headwater.server.operations.round_log import read_rows
@@ -69,7 +69,7 @@ def test_the_sum_of_branches_is_the_sum_of_all_devices_bit_for_bit(
     for branch in range(4):
         own = [vector for vector, of in zip(vectors, branches, strict=True) if of == branch]
         part = part_of(tree.scale_bits, own)
-        tree.check_part(part, name="a", num_updates=len(own))
+        tree.check_part(part, name="a", limits=[LARGEST_VALUE] * len(own))
         tree.add_part(part, len(own))
     assert torch.equal(tree.close(), flat.close())
     assert (tree.largest, tree.weight) == (flat.largest, flat.weight)
@@ -83,7 +83,7 @@ def test_a_branch_that_had_to_shift_its_sum_is_added_at_its_coarser_scale() -> N
     for order in ((fine, coarse), (coarse, fine)):
         tree = opened(4)
         for part in order:
-            tree.check_part(part, name="a", num_updates=3)
+            tree.check_part(part, name="a", limits=[LARGEST_VALUE] * 3)
             tree.add_part(part, 1)
         assert tree.num_shifts > 0 or order[0] is coarse
         exact = torch.stack([vector.double() for vector in (*small, *large)]).sum(0) / 2
@@ -244,8 +244,8 @@ def test_a_sum_that_no_updates_have_is_refused_whole(wrong: dict[str, Any]) -> N
     found.take(branch(**wrong))
     assert not found.accepted
     assert {name: error.code for name, error in found.refused.items()} == {
-        "a": "CorruptUpdate",
-        "b": "CorruptUpdate",
+        "a": "BranchRefused",
+        "b": "BranchRefused",
     }
     assert found.weight == 0
 

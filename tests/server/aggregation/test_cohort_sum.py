@@ -19,7 +19,12 @@ from headwater.common.errors import CorruptUpdate, NonFiniteUpdate
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import CHUNK
-from headwater.server.aggregation.cohort_sum import HEADROOM_BITS, SUM_BITS, CohortSum
+from headwater.server.aggregation.cohort_sum import (
+    HEADROOM_BITS,
+    LARGEST_VALUE,
+    SUM_BITS,
+    CohortSum,
+)
 
 
 class Tensors(nn.Module):
@@ -272,6 +277,6 @@ def test_a_part_that_would_round_all_other_updates_to_zero_is_corrupt(
     total.open(num_clients=2, planned_weight=2)
     branch.open_part(total.scale_bits)
     part = branch.part()
-    total.check_part(part, name="north", num_updates=1)
+    total.check_part(part, name="north", limits=[LARGEST_VALUE] * 1)
     with pytest.raises(CorruptUpdate, match="north: tensor 0 has"):
-        total.check_part(replace(part, **changes), name="north", num_updates=1)
+        total.check_part(replace(part, **changes), name="north", limits=[LARGEST_VALUE] * 1)

@@ -118,7 +118,7 @@ def test_a_branch_is_refused_whole_if_a_sum_is_beyond_what_its_devices_may_have(
     for part in wrong.values():
         found = Round(plans)
         found.take(replace(honest, extra={**honest.extra, "plain": part}))
-        assert {error.code for error in found.refused.values()} == {"CorruptUpdate"}
+        assert {error.code for error in found.refused.values()} == {"BranchRefused"}
         assert (len(found.accepted), found.total.weight) == (0, 0)
     opened.take(honest)  # each at its limit
     assert [*opened.accepted] == ["a", "b", "c"]

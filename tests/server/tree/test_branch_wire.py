@@ -293,5 +293,9 @@ def test_a_branch_is_refused_whole_if_any_of_its_reports_is_not_of_the_round_s_p
     total.open(num_clients=4, planned_weight=16)
     opened = OpenRound(plans=plans, total=total, owned={})
     opened.take(replace(sent, reports=(first, second.model_copy(update=changes))))
-    assert {name: error.code for name, error in opened.refused.items()} == {"a": code, "b": code}
+    assert {name: error.code for name, error in opened.refused.items()} == {
+        "a": "BranchRefused",
+        "b": "BranchRefused",
+    }
+    assert all(error.message.startswith(code) for error in opened.refused.values())
     assert (len(opened.accepted), total.weight) == (0, 0)

@@ -173,7 +173,7 @@ def test_a_device_in_two_branches_counts_in_one(caplog: pytest.LogCaptureFixture
     assert sorted(tree.found.clients()) == ["moved", "x", "z"]
     divided = tree.branches.divide(plans_of("x", "moved", "z"), ["a1", "a2"])
     assert [len(plans) for plans in divided.branches.values()] == [2, 1]
-    assert "moved is listed by a2, and connected elsewhere" in caplog.text
+    assert "moved is listed by a2, and was first at a1" in caplog.text
     asked = tree.begin_round()
     tree.list(asked[1], "x")
     tree.list(asked[2], "moved", "z")
