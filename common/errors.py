@@ -83,6 +83,15 @@ class HeadwaterError(Exception):
         return type(self).__name__
 
 
+def without_frames(error: HeadwaterError) -> HeadwaterError:
+    """Return the error without its traceback and causes, to be kept for long.
+
+    A frame keeps its variables alive: of a task's method these may be the whole data set.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 @contextmanager
 def remedy_in_traceback() -> Iterator[None]:
     """Give an error its remedy as a note, which a traceback shows."""

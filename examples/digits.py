@@ -75,6 +75,8 @@ class Digits:
         """Deal each digit's images out by its own Dirichlet draw; nobody is left without any."""
         if num_parts not in self._dealt:
             labels = self._train[1].numpy()
+            if num_parts > len(labels):
+                raise ValueError(f"{len(labels):,} digits are for at most as many devices")
             random = np.random.default_rng([SPLIT_SEED, num_parts])
             rows: list[list[int]] = [[] for _ in range(num_parts)]
             for digit in range(10):

@@ -30,6 +30,8 @@ Changes = dict[str, tuple[Any, Any]]
 
 # Where a run is, and not what it does: the same run may go on in another place.
 PLACES = ("out", "track", "insecure", "check_task", "submitted_code", "server.", "client.", "tls.")
+# But for whom it trusts.
+TRUSTED = ("server.aggregators", "tls.ca")
 
 
 def values_of(settings: Settings) -> Values:
@@ -39,7 +41,7 @@ def values_of(settings: Settings) -> Values:
     values: Values = {}
     for key in all_settings():
         branch, _, leaf = key.rpartition(".")
-        if not key.startswith(PLACES):
+        if not key.startswith(PLACES) or key in TRUSTED:
             values[key] = (tree[branch] if branch else tree)[leaf]
     return values
 
@@ -137,7 +139,8 @@ def check_places(settings: Settings, file: Path, *, folder: Path, given: Collect
     """Check that a run's file names no model to begin with elsewhere, nor a place to write to.
 
     Else whoever sends a folder would have a private model sent to their devices, or files written.
-    Below the working folder, or in the run's folder, they may be; the user may name any.
+    Below the working folder, or in the run's folder, they may be; the user may name any. Nor does
+    the folder bring certificates.
 
     Raises:
         SettingsError: it does.
@@ -156,6 +159,14 @@ def check_places(settings: Settings, file: Path, *, folder: Path, given: Collect
                 f"{file}: {setting.name} is {place}, which is outside of the working folder and of "
                 "the run's: a run's folder does not decide that",
                 remedy=f"if it is your own, name it yourself: {setting.flag}",
+            )
+    for name, place in settings.tls:
+        if isinstance(place, Path) and f"tls.{name}" not in given and _is_in(place, folder):
+            setting = all_settings()[f"tls.{name}"]
+            raise SettingsError(
+                f"{file}: {setting.name} is {place}, which lies in the run's own folder: a folder "
+                "that was sent does not say whom this server trusts",
+                remedy=f"if it is your own, name it yourself: {setting.flag}; or keep it elsewhere",
             )
 
 

@@ -151,6 +151,7 @@ def _number_of_bytes(given: object) -> object:
 
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
+Threads = Annotated[int, Field(ge=1, le=1024), Unit("N")]
 Rounds = Annotated[Count | Literal["forever"], Unit("N|forever")]
 Steps = Annotated[int, Field(ge=1, le=4096), Unit("N")]
 Bytes = Annotated[int, BeforeValidator(_number_of_bytes), Field(ge=1, le=2**53), Unit("BYTES")]

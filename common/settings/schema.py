@@ -34,10 +34,10 @@ from headwater.common.settings.fields import (
     TLS,
     TRAINING,
     Branch,
-    Count,
     Folder,
     Rounds,
     Scalar,
+    Threads,
     Unit,
     branch,
     setting,
@@ -119,7 +119,7 @@ class Settings(Branch):
         le=2**53,
     )
     rounds: Rounds = setting(100, "server steps", on=f"{RUNS} sweep", panel=TRAINING, short=True)
-    threads: Count | None = setting(
+    threads: Threads | None = setting(
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
         "cores elsewhere",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,10 +37,11 @@ MOST_HASTE = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOut:
-    """A plan, and the time at which it was sent, in seconds since 1970."""
+    """A plan, and when it was sent: in seconds since 1970, by this machine's clock."""
 
     plan: Plan
     sent_at: float
+    clock: str
 
 
 class PlansOut:
@@ -49,9 +51,16 @@ class PlansOut:
     and a client without a link still works on the first plan. At most one of them is answered.
     """
 
-    def __init__(self, settings: Settings, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: str | None = None,
+    ) -> None:
+        """``clock`` names the clock, by default that of the machine."""
         chosen = settings.asynchronous
-        self._wall_clock = wall_clock
+        self._wall_clock, self._clock = wall_clock, clock or socket.gethostname()
         self.is_kept = chosen.offline_windows > 1
         """Whether plans are noted: only for offline windows."""
         self._max_staleness = chosen.max_staleness
@@ -78,7 +87,9 @@ class PlansOut:
             found = json_of(self._path.read_text(encoding="utf-8"))
             self._plans = {
                 name: [
-                    PlanOut(plan=plan, sent_at=float(one["sent_at"]))
+                    PlanOut(
+                        plan=plan, sent_at=float(one["sent_at"]), clock=str(one.get("clock", ""))
+                    )
                     for one in rows
                     if is_open(name, plan := Plan.model_validate_json(one["plan"]))
                 ]
@@ -124,7 +135,7 @@ class PlansOut:
         for name, plan in plans.items():
             own = self._plans.setdefault(name, [])
             if all(one.plan != plan for one in own):
-                own.append(PlanOut(plan=plan, sent_at=self._wall_clock()))
+                own.append(PlanOut(plan=plan, sent_at=self._wall_clock(), clock=self._clock))
         oldest = version - self._max_staleness
         for name, own in list(self._plans.items()):
             self._plans[name] = [one for one in own if one.plan.model_version >= oldest]
@@ -133,7 +144,10 @@ class PlansOut:
         if self._path is None or not plans:
             return False
         plain = {
-            name: [{"sent_at": one.sent_at, "plan": one.plan.model_dump_json()} for one in own]
+            name: [
+                {"sent_at": one.sent_at, "clock": one.clock, "plan": one.plan.model_dump_json()}
+                for one in own
+            ]
             for name, own in self._plans.items()
         }
         try:
@@ -156,15 +170,16 @@ class PlansOut:
     def check_time(self, report: UpdateReport, plan: Plan, pace: Line | None) -> None:
         """Check that a client had the time for its windows, by the speed that it told.
 
-        ``pace`` are the seconds of its micro-batch; None: the run asks for no speed.
+        ``pace`` are the seconds of its micro-batch; None: the run asks for no speed. Nothing is
+        known of a plan that another machine's server has sent: their clocks need not agree.
 
         Raises:
             CountOutOfRange: it claims more windows than that.
         """
-        sent_at = [one.sent_at for one in self._plans.get(report.name, []) if one.plan == plan]
-        if pace is None or report.num_windows < 2 or not sent_at:
+        sent = [one for one in self._plans.get(report.name, []) if one.plan == plan]
+        if pace is None or report.num_windows < 2 or not sent or sent[0].clock != self._clock:
             return
-        passed = max(self._wall_clock() - sent_at[0], 0.0)
+        passed = max(self._wall_clock() - sent[0].sent_at, 0.0)
         window = plan.accumulation_steps * pace.base + plan.quota * pace.each
         if report.num_windows * window > MOST_HASTE * passed:
             raise CountOutOfRange(

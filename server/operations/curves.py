@@ -22,7 +22,7 @@ COLUMNS, PANEL_INCHES, HEIGHT_INCHES = 4, 3.9, 3.1
 MAX_LINES, MAX_BARS, MAX_METRICS = 5, 8, 6
 MAX_NAME_CHARACTERS = 34
 # A logarithmic axis for a smaller range has ticks that are hard to read.
-MIN_LOG_RATIO = 5.0
+MIN_LOG_RATIO, MAX_LOG_RATIO = 5.0, 1e12
 TIME_UNITS = (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -265,7 +265,7 @@ def _scale(axes: Any) -> None:
     """Make the y axis logarithmic where the values are positive and far apart."""
     lines = [value for line in axes.get_lines() for value in line.get_ydata()]
     known = [value for value in lines if math.isfinite(value)]
-    if known and min(known) > 0 and max(known) / min(known) >= MIN_LOG_RATIO:
+    if known and min(known) > 0 and MIN_LOG_RATIO <= max(known) / min(known) <= MAX_LOG_RATIO:
         from matplotlib.ticker import LogLocator, NullLocator
 
         axes.set_yscale("log")

@@ -264,13 +264,20 @@ def _has_clients(row: Mapping[str, Any]) -> bool:
 
 
 def _draw(folder: Path) -> None:
+    """Draw curves.png; what cannot be drawn is said, and ends no run.
+
+    Devices tell some of its figures.
+    """
     rows = read_rows(folder)
     if not rows:
         return
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no curves.png: pip install 'headwater[server]' draws one")
         return
-    draw_curves(rows, folder / CURVES)
+    try:
+        draw_curves(rows, folder / CURVES)
+    except (ArithmeticError, ValueError) as error:
+        log.warning("no %s: %s", CURVES, error)
 
 
 class _Board:

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -44,6 +45,10 @@ OPTIMIZER = "optimizer."
 FEATURE = "feature."
 
 
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """What a checkpoint holds."""
@@ -59,14 +64,14 @@ class Saved:
 class Progress:
     """A run's state other than its tensors; the names are the keys in the file."""
 
-    run_id: int
-    round: int
+    run_id: Number
+    round: Number
     layout_digest: str
     optimizer: str
-    largest: list[float] | None
-    counted: dict[str, int]
+    largest: list[Size] | None
+    counted: dict[str, Number]
     layout: str = ""
-    largest_median_norm: float | None = None
+    largest_median_norm: Size | None = None
     asked: dict[str, Any] = field(default_factory=dict)
     learned: dict[str, dict[str, Any]] = field(default_factory=dict)
     target: dict[str, float] = field(default_factory=dict)
@@ -81,9 +86,11 @@ class Progress:
     """Those of the round (``common.settings.changes``); none in a file of an earlier version."""
 
 
-def _is_number(value: object) -> bool:
-    """Whether a value is a whole number that a message has room for."""
-    return type(value) is int and 0 <= value < 2**63
+def corrupt(folder: Path, error: Exception) -> CheckpointCorrupt:
+    """Return the error that says that a field of the checkpoint in ``folder`` cannot be used."""
+    return CheckpointCorrupt(
+        f"{folder / FILE} has a field that cannot be used: {type(error).__name__}: {error}"
+    )
 
 
 def save(
@@ -148,9 +155,8 @@ def load(folder: Path) -> Saved | None:
         row = json_of(plain)
         if version == "2":
             _bring_up_to_date(row, tensors)
-        progress = Progress(**row)
-        if not (_is_number(progress.run_id) and _is_number(progress.round)):
-            raise ValueError(f"run {progress.run_id!r:.50}, round {progress.round!r:.50}")
+        # Whoever sends a checkpoint may have computed its digest.
+        progress = TypeAdapter(Progress).validate_json(json.dumps(row), strict=True)
         image_U8 = tensors.pop(IMAGE)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headwater.common.errors import SettingsError, StateError
+from headwater.common.errors import HeadwaterError, SettingsError, StateError
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.changes import changes, check_no_links, optimizer_of, values_of
@@ -91,6 +91,21 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     saved = checkpoint.load(folder)
     if saved is None:
         return False
+    try:
+        _restore(training, folder, fleet, saved)
+    except (HeadwaterError, OSError):
+        raise
+    except Exception as error:  # a field has another form than any run has written
+        raise checkpoint.corrupt(folder, error) from error
+    return True
+
+
+def _restore(training: Training, folder: Path, fleet: Fleet, saved: checkpoint.Saved) -> None:
+    """Restore a checkpoint whose content has its digest, which whoever sent it may have computed.
+
+    Raises:
+        HeadwaterError: see ``restore``.
+    """
     progress = saved.progress
     if progress.layout_digest != training.image.layout.digest:
         raise mismatch_error(
@@ -144,7 +159,6 @@ def restore(training: Training, folder: Path, fleet: Fleet) -> bool:
     for name, feature in training.features.items():
         feature.restore(progress.features.get(name, {}), saved.features.get(name, {}))
     fleet.restore_simulated(progress.simulated)
-    return True
 
 
 def _settings_left(folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from headwater.common.system.command_line import check_addresses
 from headwater.common.system.console import print_text
 from headwater.common.system.printable import printable
 from headwater.common.task import load_task
+from headwater.common.transport.trusted_file import UntrustedFile, check_folder
 from headwater.common.wording import counted
 from headwater.server.rounds import checkpoint
 from headwater.server.standby.lease import Lease
@@ -165,6 +166,7 @@ def open_run(
             remedy="give both servers the same --shared-state, and each its own --out",
         )
     _check_apart(spec, folder)
+    _warn_of_writers(spec)
     store = open_store(spec)
 
     def try_out() -> None:
@@ -287,6 +289,19 @@ def _check_apart(spec: str, folder: Path) -> None:
         raise SettingsError(
             f"--shared-state {spec} and --out {folder} are one in the other",
             remedy="name two folders beside each other",
+        )
+
+
+def _warn_of_writers(spec: str) -> None:
+    """Say it if other users of this machine may write in the shared folder."""
+    if OWN_CLASS.fullmatch(spec):
+        return
+    try:
+        check_folder(Path(spec))
+    except UntrustedFile as error:
+        log.warning(
+            "%s: %s: whoever writes there decides how the run goes on (docs/security.md)",
+            *(spec, error.strerror),
         )
 
 

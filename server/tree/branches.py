@@ -188,6 +188,7 @@ class Branches(Intermediaries):
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """All devices that each aggregator, by its name, has listed in this run."""
         self._left_out: dict[str, str] = {}
+        """The devices that are to be described again, and why, until their aggregator is asked."""
         self._twice: set[str] = set()
         """Devices that were listed by two nodes; each is logged once."""
 
@@ -223,17 +224,20 @@ class Branches(Intermediaries):
         ]
         if not due:
             return
-        content = MembersRequest(describe=request, left_out=self._left_out)
-        self._left_out = {}
-        messages = [
-            Message(records.content_of(content), node, f"query.{MEMBERS}", group_id="describe")
-            for node in due
-        ]
+        messages = [self._request(node, request) for node in due]
         pushed = set(self._grid.push_messages(messages))
         for node, message in zip(due, messages, strict=True):
             if message.metadata.message_id in pushed:
                 self._pending[message.metadata.message_id] = node
                 self._branches[node].asked_at = now
+
+    def _request(self, node: int, request: DescribeRequest) -> Message:
+        """Return the request for an aggregator's list, which names its own devices alone."""
+        own = self._left_out.keys() & self._branches[node].devices.keys()
+        content = MembersRequest(
+            describe=request, left_out={name: self._left_out.pop(name) for name in sorted(own)}
+        )
+        return Message(records.content_of(content), node, f"query.{MEMBERS}", group_id="describe")
 
     @property
     def pending(self) -> list[str]:
@@ -318,9 +322,8 @@ class Branches(Intermediaries):
     def describe_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         """Let the aggregators ask these devices again, with the next request for their lists."""
         own = self.clients().keys()
-        self._left_out = {
-            name: request.left_out or "" for name, request in requests.items() if name in own
-        }
+        asked = {name: request.left_out or "" for name, request in requests.items()}
+        self._left_out |= {name: why for name, why in asked.items() if name in own}
 
     def clients(self, taken: Iterable[str] = ()) -> dict[str, DeviceReport]:
         """Return all devices of the aggregators, without those whose names are ``taken``."""

@@ -16,6 +16,7 @@ from headwater.common.errors import (
     BuffersChanged,
     HeadwaterError,
     TaskNotAdditive,
+    without_frames,
 )
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
@@ -154,9 +155,9 @@ class FleetRoster(Mapping[str, DeviceReport]):
             raise  # a mistake of the user's code, whichever device runs it
         except HeadwaterError as error:
             self._refusals.add(name, error)
-            self.refused[part] = error
+            self.refused[part] = without_frames(error)
             self._absent.add(part)
             self._keys, self._names = KeysView(self), None
-            raise KeyError(name) from error
+            raise KeyError(name) from None
         self._keep(part, report)
         return report

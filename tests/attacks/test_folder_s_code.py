@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headwater
-from headwater.common.errors import CodeChanged, SettingsError, StateError
-from headwater.common.settings.changes import named_code
+from headwater.common.errors import CheckpointCorrupt, CodeChanged, SettingsError, StateError
+from headwater.common.settings.changes import changes, named_code, values_of
 from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load, load_run
 from headwater.server.features import POINTER
+from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run_state import Training
 from headwater.server.succession.run_queue import last_run, successor
 from headwater.server.succession.submission import read_submission
 from headwater.server.succession.submitted_code import check_submitted
 from tests.processes import Processes, work_in
+from tests.python_tasks import Signs
 
 REFUSED = "does not choose the code"
 OWN_TASK = "mine.py:Mine"
@@ -180,3 +185,66 @@ def test_a_folder_has_no_endless_file_read(place: str) -> None:
     chosen = load(None, {"submitted_code": f"{'0' * 64}  {place}"})
     with pytest.raises(CodeChanged, match=r"no file of up to 64 MiB"):
         check_submitted(chosen, remedy="")
+
+
+@pytest.mark.parametrize("field", ["ca", "certificate", "key"])
+def test_a_resumed_run_s_folder_brings_no_certificates(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose authority is trusted is the server's word: the sender's own devices would join."""
+    monkeypatch.chdir(tmp_path)
+    out = Path("runs/sent")
+    out.mkdir(parents=True)
+    tls = {f"tls.{name}": f"{name}.pem" for name in ("ca", "certificate", "key")}
+    chosen = load(None, {"task": "mine.py:Mine", **tls, f"tls.{field}": str(out / "evil.pem")})
+    (out / "settings.toml").write_text(chosen.to_toml())
+    with pytest.raises(SettingsError, match="does not say whom this server trusts") as found:
+        load_run(None, {"out": out}, resume=True)
+    assert f"tls.{field}" in str(found.value)
+    load_run(None, {"out": out, f"tls.{field}": f"{field}.pem"}, resume=True)
+
+
+def test_whom_a_run_trusts_is_among_what_a_resumed_run_changes() -> None:
+    before = values_of(load(None, {"server.aggregators": "north"}))
+    after = values_of(load(None, {"server.aggregators": "north,mallory"}))
+    assert list(changes(before, after)) == ["server.aggregators"]
+
+
+def test_a_fifo_in_a_run_s_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(SettingsError, match="no file and no folder"):
+        load_run(None, {"out": tmp_path, "task": "mine.py:Mine"}, resume=True)
+
+
+ODD: dict[str, list[Any]] = {
+    "run_id": ["x", -1, 2**64],
+    "round": [-1, "2", 1.5],
+    "counted": [{"0": "x"}, []],
+    "learned": [{"0": None}, [], {"0": {"line": "x"}}],
+    "largest": [["x"], {}],
+    "largest_median_norm": ["x", -1, float("nan"), float("inf")],
+    "held_back": [{"0": {}}, []],
+    "target": [[]],
+    "features": [[]],
+    "settings": [[]],
+    "optimizer": [5, "{"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, one) for key in ODD for one in ODD[key]])
+def test_a_checkpoint_with_a_field_of_another_form_is_named(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    """Its digest is right: anybody can compute that."""
+    how: dict[str, Any] = {"clients": 2, "threads": 1, "progress": False, "accumulation_steps": 2}
+    headwater.simulate(Signs, rounds=1, out=tmp_path, **how)
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    checkpoint.save(
+        tmp_path,
+        dataclasses.replace(saved.progress, **{key: value}),
+        image_U8=saved.image_U8,
+        optimizer=saved.optimizer,
+    )
+    with pytest.raises((CheckpointCorrupt, SettingsError)):
+        headwater.simulate(Signs, rounds=2, out=tmp_path, resume=True, **how)

@@ -24,6 +24,7 @@ from headwater.common.tree.branch_messages import (
     ANSWER_BYTES,
     BranchHead,
     Members,
+    MembersRequest,
     answer_bytes,
     answer_keys,
 )
@@ -281,3 +282,19 @@ def test_an_aggregator_whose_lists_are_malformed_is_asked_less_and_less() -> Non
         tree.found.update(REQUEST)
         assert tree.branches.awaited() == []  # no round waits for its list
     assert np.diff(asked_at).tolist() == [1, 2, 4, 8, 1]
+
+
+def test_an_aggregator_is_told_of_its_own_devices_that_were_left_out_alone() -> None:
+    """What is asked after a round replaced what its plan had asked: nobody came back."""
+    tree = Tree(1, 2)
+    for node, request in tree.asked().items():
+        tree.list(request, f"x{node}")
+    why = REQUEST.model_copy(update={"left_out": "too slow"})
+    tree.branches.describe_again({"x1": why})
+    tree.branches.describe_again({})
+    tree.branches.describe_again({"x2": why})
+    told = {
+        node: records.read(message.content, MembersRequest).left_out
+        for node, message in tree.begin_round().items()
+    }
+    assert told == {1: {"x1": "too slow"}, 2: {"x2": "too slow"}}

@@ -220,6 +220,15 @@ def test_a_text_of_the_record_is_shown_as_text(
     assert not waiting.is_alive()
 
 
+def test_a_shared_folder_that_others_may_write_in_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    end(begun(tmp_path))
+    assert "others may change it (777)" in caplog.text
+
+
 def test_a_shared_state_that_goes_back_is_not_followed() -> None:
     now = replace(GOOD, beat=9, round=4)
     assert _later(now, GOOD) == now

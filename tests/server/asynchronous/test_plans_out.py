@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def plans_in(
     offline_windows: int = 3,
     algorithm: str = "exact",
     wall_clock: Callable[[], float] = time.time,
+    clock: str | None = None,
 ) -> PlansOut:
     chosen = {
         "is_on": True,
@@ -50,7 +52,7 @@ def plans_in(
         "offline_windows": offline_windows,
     }
     settings = {"out": folder, "asynchronous": chosen, "local": {"algorithm": algorithm}}
-    return PlansOut(Settings.model_validate(settings), wall_clock=wall_clock)
+    return PlansOut(Settings.model_validate(settings), wall_clock=wall_clock, clock=clock)
 
 
 def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Path) -> None:
@@ -124,6 +126,20 @@ def test_windows_that_a_client_had_no_time_for_are_refused(
         plans.check_time(many, plan, PACE)
     now[0] += 1.0
     plans.check_time(many, plan, PACE)
+
+
+def test_the_clock_of_another_machine_s_server_says_nothing(tmp_path: Path) -> None:
+    """A standby two minutes behind refused windows that were honestly made."""
+    plan, many = plan_of(3).asking(OfflineTerms(windows=50)), report("pi", 4, num_examples=200)
+    many = many.model_copy(update={"num_windows": 50})
+    first = plans_in(tmp_path, offline_windows=50, wall_clock=lambda: 1000.0, clock="a")
+    first.add({"pi": plan}, version=3)
+    for clock, now in (("b", 880.0), ("b", 4600.0), ("a", 4600.0)):
+        after = plans_in(tmp_path, offline_windows=50, wall_clock=partial(float, now), clock=clock)
+        after.restore(version=3, counted={})
+        after.check_time(many, plan, PACE)
+    with pytest.raises(CountOutOfRange):
+        first.check_time(many, plan, PACE)
 
 
 def test_one_window_and_a_run_without_speeds_have_no_such_limit(tmp_path: Path) -> None:

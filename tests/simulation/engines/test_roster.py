@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import headwater
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
+from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine, run_on_messages
 
 OPENED = "HEADWATER_TEST_OPENED"
+
+
+def test_the_devices_that_are_refused_keep_no_data_of_the_task_alive() -> None:
+    """Each error had its frames, and these the whole data set: 4 GB of 8,562 small devices."""
+    large: list[weakref.ref[Tensor]] = []
+
+    class Poor(Slope):
+        def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+            whole = torch.zeros(1000)
+            large.append(weakref.ref(whole))
+            if part:
+                raise FileNotFoundError(f"the disk of device {part} is gone")
+            return TensorDataset(whole[:, None], whole[:, None])
+
+    def on_round(row: RoundRow) -> None:
+        gc.collect()
+        assert len(large) >= 20
+        assert sum(one() is not None for one in large) < 5
+
+    headwater.simulate(Poor, clients=20, rounds=1, progress=False, observer=on_round)
 
 
 class Slope:
