@@ -10,7 +10,11 @@ import subprocess
 import sys
 
 import pytest
+from flwr.app import ConfigRecord, RecordDict
 
+from headwater.common.errors import CorruptUpdate
+from headwater.common.flower import records
+from headwater.common.messages import Plan
 from tests.processes import ROOT
 
 HEAD_BYTES = 1 << 17
@@ -87,3 +91,10 @@ def test_a_report_has_as_many_steps_as_a_plan_may_ask_for(number: int) -> None:
     else:
         with pytest.raises(CorruptUpdate, match="steps"):
             records.parse(text, UpdateReport)
+
+
+def test_a_head_is_as_long_as_a_frame_at_most() -> None:
+    """Flower's own engines limit no message: one of 120 MB took 6.5 GB."""
+    text = '{"other":"' + "x" * records.MAX_HEAD_CHARACTERS + '"}'
+    with pytest.raises(CorruptUpdate, match="a head of 1,048,588 characters"):
+        records.read(RecordDict({"head": ConfigRecord({"json": text})}), Plan)
