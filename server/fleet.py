@@ -115,12 +115,14 @@ class Reply:
 class Traffic:
     """The bytes that have been sent and received so far.
 
-    ``links`` has each client's seconds so far, where the transport measures them.
+    ``links`` has each client's seconds so far, where the transport measures them; ``num_nodes`` are
+    the machines that compute the clients, where these are simulated on a cluster.
     """
 
     bytes_up: int = 0
     bytes_down: int = 0
     links: Mapping[str, LinkSeconds] = field(default_factory=dict, repr=False)
+    num_nodes: int | None = None
 
     def since(self, before: Traffic) -> Traffic:
         """Return what was sent and received after ``before``; a client's new session counts whole.
@@ -138,6 +140,7 @@ class Traffic:
             bytes_up=self.bytes_up - before.bytes_up,
             bytes_down=self.bytes_down - before.bytes_down,
             links=links,
+            num_nodes=self.num_nodes,
         )
 
 

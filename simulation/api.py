@@ -53,7 +53,7 @@ def simulate(
     partition: str | None = None,
     fleet: str | Path | None = None,
     secure_aggregation: Literal["off", "semi-honest", "active"] | None = None,
-    engine: Literal["in-process", "grpc", "flower-ray"] | None = None,
+    engine: Literal["in-process", "ray", "grpc", "flower-ray"] | None = None,
     seed: int | None = None,
     threads: int | None = None,
     out: str | Path | None = None,
@@ -99,7 +99,8 @@ def simulate(
         partition: how to split one data set: iid, dirichlet:0.3, labels:2 ... (docs/data.md).
         fleet: TOML file of the clients' speed, memory and links (docs/fleet.md).
         secure_aggregation: hide single updates from the server.
-        engine: in-process, or client processes over gRPC or on Ray, which need the task as a path.
+        engine: in-process, on a Ray cluster, or client processes over gRPC or on Flower's Ray: all
+            but the first need the task as a path.
         seed: of the initial model, the partition, the order of examples and the cohorts.
         threads: of torch; not given: 1.
         out: folder for model, metrics and checkpoints; not given: nothing is written.

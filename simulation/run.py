@@ -26,6 +26,7 @@ from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
 from headwater.server.transport.device_records import Stages
+from headwater.simulation.compute.modes import StartPool
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import CachedOrder
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -81,9 +82,22 @@ def _run(
                 "Flower's Ray engine keeps the devices' positions in its own memory",
                 remedy="resume with --engine in-process",
             )
-        from headwater.simulation.engines.flower_ray import run_on_ray
+        from headwater.simulation.cluster.flower_ray import run_on_ray
 
         run_on_ray(settings, on_round=on_round, observer=observer)
+    elif engine == "ray":
+        from headwater.simulation.cluster.ray_workers import cluster, ray_pool
+
+        with cluster(settings):
+            _run_in_process(
+                settings,
+                on_round=on_round,
+                resume=resume,
+                has_report=has_report,
+                observer=observer,
+                stages=stages,
+                start_pool=ray_pool,
+            )
     elif engine == "grpc":
         from headwater.simulation.engines.grpc import run_on_grpc
 
@@ -111,12 +125,13 @@ def _run_in_process(
     has_report: bool,
     observer: Observer,
     stages: Stages | None,
+    start_pool: StartPool | None = None,
 ) -> None:
     """Run the rounds with direct calls to the devices; Flower is not loaded."""
     settings, run_id = with_fleet(settings), secrets.randbits(62)
     tracking = trackers(settings)
     training = Training(settings, run_id=run_id, order=CachedOrder())
-    fleet = LocalFleet(settings, run_id=run_id, stages=stages)
+    fleet = LocalFleet(settings, run_id=run_id, stages=stages, start_pool=start_pool)
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()

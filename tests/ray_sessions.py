@@ -20,14 +20,22 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from headwater.simulation.engines.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
+from headwater.simulation.cluster.ray_cluster import ADDRESS, QUIET, RAY_FOLDER_PARENT
 from tests.processes import ROOT, until
 
 PATIENCE_SECONDS = 280
 
-# A head that computes nothing and two workers of one core each, until the standard input ends. The
-# address is the last line. (``Cluster.shutdown`` would forget another Ray of this machine as well.)
-# Ray notes the address in its usual folder, which nobody has made on a fresh machine.
+# A node that is gone is noticed within seconds, by default within half a minute; a slow one is not.
+ALERT = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "20000",
+    "RAY_health_check_failure_threshold": "5",
+}
+# A head that computes nothing and workers of one core each, two and one more for each line of the
+# standard input, until that ends. The address is the last line. (``Cluster.shutdown`` would forget
+# another Ray of this machine as well.) Ray notes the address in its usual folder, which nobody has
+# made on a fresh machine.
 CLUSTER = """
 import os, sys
 from ray._private.utils import get_ray_address_file
@@ -42,9 +50,13 @@ for _ in range(2):
     cluster.add_node(num_cpus=1, wait=False, **alike)
 cluster.wait_for_nodes(timeout=200)  # a busy machine needs more than its 30 seconds
 print(cluster.address, flush=True)
-sys.stdin.read()
+for _ in sys.stdin:
+    cluster.add_node(num_cpus=1, wait=False, **alike)
 for node in (*cluster.worker_nodes, cluster.head_node):
-    cluster.remove_node(node)
+    try:
+        cluster.remove_node(node)
+    except Exception as error:  # a test has killed it
+        print(error)
 """
 
 
@@ -57,10 +69,10 @@ class Started:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def simulate(
-        self, *arguments: str | Path, out: Path, folder: Path = ROOT
+        self, *arguments: str | Path, out: Path, folder: Path = ROOT, engine: str = "flower-ray"
     ) -> subprocess.Popen[str]:
         """Start a simulator on Ray in a folder."""
-        chosen = ("--engine", "flower-ray", "--out", out)
+        chosen = ("--engine", engine, "--out", out)
         found = {"PYTHONPATH": str(ROOT)}
         if self.address is not None:
             found[ADDRESS] = self.address
@@ -149,7 +161,7 @@ def cluster() -> Iterator[tuple[str, Started]]:
     it = Started()
     with TemporaryDirectory(prefix="headwater-", dir=RAY_FOLDER_PARENT) as folder:
         try:
-            process = it.run("-c", CLUSTER, folder / Path("ray"), folder=Path(folder))
+            process = it.run("-c", CLUSTER, folder / Path("ray"), folder=Path(folder), **ALERT)
             assert process.stdout is not None
             lines: list[str] = []
             for line in process.stdout:

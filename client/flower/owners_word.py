@@ -150,7 +150,7 @@ def _check_spelling(node_config: Mapping[str, Any]) -> None:
                 remedy=f"{meant} in the SuperNode's --node-config",
             )
     given = node_config.keys() & set(limits)
-    if "privacy-budget" not in given and (idle := given & set(OF_BUDGET)):
+    if "privacy-budget" not in given and (idle := given & set(OF_BUDGET[1:3])):
         raise SettingsError(
             f"the node's configuration has {min(idle)} and no privacy-budget, and so no limit",
             remedy="give privacy-budget too in the SuperNode's --node-config",

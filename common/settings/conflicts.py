@@ -85,7 +85,7 @@ def check_together(
         *(asynchronous, plan, cohort, aggregation, compression, secure, privacy),
         *(evaluation, simulation),
     )
-    found += _of_workers(simulation)
+    found += _of_workers(simulation, secure)
     if simulation.aggregators > 1:
         found += _of_tree(simulation, secure, aggregation, asynchronous)
     found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
@@ -534,7 +534,13 @@ def _of_small_ring(
         )
 
 
-def _of_workers(simulation: SimulationSettings) -> Iterator[SettingsError]:
+def _of_workers(simulation: SimulationSettings, secure: SecureSettings) -> Iterator[SettingsError]:
+    if simulation.engine == "ray" and secure.aggregation != "off":
+        yield SettingsError(
+            "the engine ray computes what devices send in clear, and masked rounds are made of "
+            "messages",
+            remedy="take --engine flower-ray, which sends them, or leave --engine out",
+        )
     if simulation.workers != 1 and simulation.engine != "in-process":
         yield SettingsError(
             "worker processes compute devices for --engine in-process alone",

@@ -71,10 +71,10 @@ class SimulationSettings(Branch):
         "aggregators, each with an equal part of the devices: the server adds their sums, and the "
         "model is the same, bit for bit (docs/scale.md); 1: none",
     )
-    engine: Literal["in-process", "grpc", "flower-ray"] = setting(
+    engine: Literal["in-process", "ray", "grpc", "flower-ray"] = setting(
         "in-process",
-        "how the devices run; grpc: a server and a process per device, over the real wire; "
-        "flower-ray: on Flower's Ray workers",
+        "how the devices run; ray: computed on a Ray cluster; grpc: a server and a process per "
+        "device, over the real wire; flower-ray: on Flower's Ray workers",
     )
     compute: Literal["auto", "one-by-one", "vectorised", "fused"] = setting(
         "auto",

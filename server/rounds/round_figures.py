@@ -60,6 +60,7 @@ def row_of_round(
         updates_per_hour=3600 * len(done.names) / (total_seconds - seconds_split["wait"]),
         bytes_up=traffic.bytes_up,
         bytes_down=traffic.bytes_down,
+        num_nodes=traffic.num_nodes,
         num_scale_shifts=training.sum.num_shifts,
         target=step.target,
         target_by=training.target.by,

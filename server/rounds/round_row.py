@@ -104,6 +104,8 @@ class RoundRow:
     num_epoch_examples: int | None = None
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
+    # The machines that computed the clients, where these are simulated on a cluster.
+    num_nodes: int | None = None
     # Of asynchronous rounds: the staleness of the accepted updates, the model of each, the windows
     # of those that have more than one, the weight of all after the discount, how many updates were
     # refused as too stale, and how many devices still work on plans of this model or of an older

@@ -105,6 +105,11 @@ class BatchedCompute:
         # The rows of the test are all examples of a device, with those that it holds out.
         self._examples.drop()
 
+    @property
+    def num_nodes(self) -> int | None:
+        """See ``Compute``."""
+        return self._alone.num_nodes
+
     def share(self, pool: WorkerPool) -> None:
         """Let these processes compute the blocks, and the devices that are computed alone."""
         self._pool = self._alone = pool

@@ -118,6 +118,8 @@ class LocalWorkers:
         finally:
             os.close(descriptor)
 
+    num_nodes = None
+
     @property
     def slots(self) -> Sequence[Tensor]:
         return self._shared.slots

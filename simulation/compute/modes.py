@@ -17,6 +17,7 @@ in another order (``tests/simulation/compute/test_modes.py`` checks the bound).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headwater.common.additivity.penalty import has_penalty
@@ -33,16 +34,21 @@ from headwater.simulation.fleet.devices import Compute, Devices
 if TYPE_CHECKING:
     from headwater.simulation.compute.worker_pool import WorkerPool
 
+StartPool = Callable[[Devices, int], "WorkerPool"]
+
 log = logging.getLogger(__name__)
 
 # A round of at most so many devices is fast one by one, which has the wire's bits.
 MAX_ONE_BY_ONE = 32
 
 
-def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compute:
+def compute_of(
+    settings: Settings, devices: Devices, *, first: int = 0, start_pool: StartPool | None = None
+) -> Compute:
     """Return the mode that the settings name, or the fastest that gives what the rounds need.
 
-    It is tried on device number ``first``.
+    It is tried on device number ``first``. ``start_pool`` starts at most so many workers on a
+    cluster; None: they are processes of this machine, if the settings ask for some.
 
     Raises:
         SettingsError: the named mode cannot compute this task or these settings.
@@ -51,9 +57,9 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
     num_invited = min(settings.cohort.size or devices.num_devices, devices.num_devices)
     if chosen == "auto" and num_invited <= MAX_ONE_BY_ONE:
         log.info("devices are computed one by one: there are only %d in a round", num_invited)
-        return _one_by_one(settings, devices, num_invited)
+        return _one_by_one(devices, num_invited, start_pool)
     if chosen == "one-by-one" or settings.simulation.aggregators > 1:
-        return _one_by_one(settings, devices, num_invited)
+        return _one_by_one(devices, num_invited, start_pool)
     # A liar's norm is held against those of the honest devices.
     watches = devices.has_liars and settings.aggregation.beyond_norm != "keep"
     needs_norms = plan.follow_noise_scale or watches or settings.local.is_on
@@ -103,11 +109,11 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
                 f"--compute {chosen} is not possible: {reason}", remedy="leave --compute out"
             ) from reason
         _say(f"one by one: {reason}")
-        return _one_by_one(settings, devices, num_invited)
-    number = _num_workers(settings, num_invited=num_invited)
-    if number > 1:
-        batched.share(_pool(devices, number))
-    where = "" if number == 1 else f", in {number} processes"
+        return _one_by_one(devices, num_invited, start_pool)
+    where = ""
+    if (pool := _pool(devices, num_invited, start_pool)) is not None:
+        batched.share(pool)
+        where = _where(settings, num_invited)
     if settings.local.is_on:
         _say(f"vectorised: many in a pass, each with parameters of its own{where}")
     elif with_norms:
@@ -117,19 +123,18 @@ def compute_of(settings: Settings, devices: Devices, *, first: int = 0) -> Compu
     return batched
 
 
-def _one_by_one(settings: Settings, devices: Devices, num_invited: int) -> Compute:
-    number = _num_workers(settings, num_invited=num_invited)
-    if number == 1:
+def _one_by_one(devices: Devices, num_invited: int, start_pool: StartPool | None) -> Compute:
+    pool = _pool(devices, num_invited, start_pool)
+    if pool is None:
         return OneByOne(devices)
-    has_files = settings.model.local_parameters is not None or settings.compression.keeps
-    if has_files and settings.out is None:
-        raise SettingsError(
-            "worker processes share what the devices keep as files, and the run writes to no "
-            "folder",
-            remedy="name one: --out DIR; or leave --workers out",
-        )
-    _say(f"one by one, in {number} processes")
-    return _pool(devices, number)
+    _say(f"one by one{_where(devices.settings, num_invited)}")
+    return pool
+
+
+def _where(settings: Settings, num_invited: int) -> str:
+    if settings.simulation.engine == "ray":
+        return ", on Ray"
+    return f", in {_num_workers(settings, num_invited=num_invited)} processes"
 
 
 def _num_workers(settings: Settings, *, num_invited: int) -> int:
@@ -139,8 +144,32 @@ def _num_workers(settings: Settings, *, num_invited: int) -> int:
     return min(number, num_invited)
 
 
-def _pool(devices: Devices, number: int) -> WorkerPool:
-    from headwater.simulation.compute.local_workers import local_pool  # most runs have none
+def _pool(devices: Devices, num_invited: int, start_pool: StartPool | None) -> WorkerPool | None:
+    """Return the processes that compute for this one; most runs have none.
+
+    Raises:
+        SettingsError: they could not share what the devices keep.
+    """
+    settings = devices.settings
+    number = _num_workers(settings, num_invited=num_invited)
+    if number == 1 and start_pool is None:
+        return None
+    has_files = settings.model.local_parameters is not None or settings.compression.keeps
+    if has_files and start_pool is not None:
+        raise SettingsError(
+            "the machines of a cluster share no folder, in which devices keep parameters of their "
+            "own or what compression left out",
+            remedy="leave --engine out",
+        )
+    if has_files and settings.out is None:
+        raise SettingsError(
+            "worker processes share what the devices keep as files, and the run writes to no "
+            "folder",
+            remedy="name one: --out DIR; or leave --workers out",
+        )
+    if start_pool is not None:
+        return start_pool(devices, num_invited)
+    from headwater.simulation.compute.local_workers import local_pool
 
     return local_pool(devices, number)
 

@@ -40,6 +40,8 @@ MAX_TOGETHER, TOGETHER_BYTES = 64, 1 << 20
 class OneByOne:
     """Trains devices in their order; see ``simulation.fleet.devices.Compute``."""
 
+    num_nodes = None
+
     def __init__(
         self, devices: Devices, *, note_begun: Callable[[int], None] = lambda _: None
     ) -> None:

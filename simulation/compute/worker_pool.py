@@ -99,6 +99,11 @@ class Workers(Protocol):
         """End them."""
         ...
 
+    @property
+    def num_nodes(self) -> int | None:
+        """The machines of a cluster that have some; None: they are on this machine."""
+        ...
+
 
 def num_slots(devices: Devices, number: int) -> int:
     """Return how many vectors of devices are held for this many workers."""
@@ -374,6 +379,11 @@ class WorkerPool:
                 sums = {k: torch.from_numpy(v) for k, v in result.sums.get(number, {}).items()}
                 replies[at] = Update(values_P=self._slot(at), report=report_of(plain), sums=sums)
         return replies
+
+    @property
+    def num_nodes(self) -> int | None:
+        """See ``Workers``."""
+        return self._workers.num_nodes
 
     def _slot(self, at: int) -> Tensor:
         """Return the vector of device number ``at`` of the round."""

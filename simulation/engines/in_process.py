@@ -22,7 +22,7 @@ from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.transport.device_records import Stage, Stages
-from headwater.simulation.compute.modes import compute_of
+from headwater.simulation.compute.modes import StartPool, compute_of
 from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.engines.pending_answers import PendingAnswers
 from headwater.simulation.engines.roster import FleetRoster
@@ -49,11 +49,19 @@ class LocalFleet:
 
     has_virtual_clock = True
 
-    def __init__(self, settings: Settings, *, run_id: int, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        run_id: int,
+        stages: Stages | None = None,
+        start_pool: StartPool | None = None,
+    ) -> None:
         """Take the run's settings, with the fleet's number of devices in them.
 
         The fleet keeps in ``stages`` where devices are with their plans. On the virtual clock all
-        compute at once; an update is on its way while the server adds it.
+        compute at once; an update is on its way while the server adds it. See ``compute_of`` for
+        ``start_pool``.
 
         Raises:
             SettingsError: a round would wait for more clients than there are.
@@ -64,6 +72,7 @@ class LocalFleet:
         self._run_id = run_id
         self._devices = Devices(settings)
         self._compute: Compute | None = None
+        self._start_pool = start_pool
         self._roster = FleetRoster(settings, self._devices)
         self._attempts: Counter[int] = Counter()
         """How often each device was sent a plan in the current round, or the last one."""
@@ -135,7 +144,9 @@ class LocalFleet:
         called = self._called(plans)
         if self._compute is None:
             first = called[0].part if called else 0
-            self._compute = compute_of(self._settings, self._devices, first=first)
+            self._compute = compute_of(
+                self._settings, self._devices, first=first, start_pool=self._start_pool
+            )
         if called:
             self._begin(called[0].plan.round)
         if may_vanish(self._devices.fleet):
@@ -276,7 +287,8 @@ class LocalFleet:
 
     def traffic(self) -> Traffic:
         """Return the bytes of models and vectors on the wire, without their headers."""
-        return Traffic(bytes_up=self._bytes_up, bytes_down=self._bytes_down)
+        num_nodes = None if self._compute is None else self._compute.num_nodes
+        return Traffic(bytes_up=self._bytes_up, bytes_down=self._bytes_down, num_nodes=num_nodes)
 
     def simulated_state(self) -> dict[str, Any]:
         """Return the devices' places in their data, as the in-process grid stores them."""

@@ -93,6 +93,11 @@ def plans_of(clients: Sequence[ClientPlan]) -> PlanTable:
 class Compute(Protocol):
     """A way to compute the updates of planned devices."""
 
+    @property
+    def num_nodes(self) -> int | None:
+        """The machines of a cluster that compute; None: this one."""
+        ...
+
     def train(
         self,
         called: Sequence[ClientPlan],

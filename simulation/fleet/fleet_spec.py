@@ -228,7 +228,8 @@ def _check_faults(settings: Settings) -> None:
     if faults.liar:
         _check_engine(settings, "there are liars")
     is_masked = fleet.is_masked and not settings.asynchronous.is_on
-    if faults.absence and (settings.simulation.engine != "in-process" or is_masked):
+    is_simulated_here = settings.simulation.engine in ("in-process", "ray")
+    if faults.absence and (not is_simulated_here or is_masked):
         raise SettingsError(
             "there are absences, which only --engine in-process simulates, and under masks only in "
             "asynchronous rounds",

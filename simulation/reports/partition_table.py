@@ -162,7 +162,7 @@ def _range(numbers: list[int], noun: str) -> str:
 
 def _datasets(settings: Settings) -> ClientDatasets:
     """Return the data sets of the devices: those in use, if the devices are in this process."""
-    if settings.simulation.engine == "in-process":
+    if settings.simulation.engine in ("in-process", "ray"):
         return run_trainer(settings).datasets
     return ClientDatasets(load_task(_task(settings)))
 

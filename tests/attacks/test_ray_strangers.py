@@ -13,7 +13,7 @@ import pytest
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.sources import load
-from headwater.simulation.engines import ray_cluster
+from headwater.simulation.cluster import ray_cluster
 
 pytest.importorskip("ray")
 
@@ -22,7 +22,7 @@ CLUSTER = """
 import json, os, sys
 from pathlib import Path
 from headwater.common.settings.sources import load
-from headwater.simulation.engines.ray_cluster import joined
+from headwater.simulation.cluster.ray_cluster import joined
 
 with joined(load(None, {"simulation.clients": 2}), Path(sys.argv[1])):
     import ray

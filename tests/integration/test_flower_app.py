@@ -14,7 +14,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from headwater.simulation.engines.ray_cluster import QUIET, RAY_FOLDER_PARENT
+from headwater.simulation.cluster.ray_cluster import QUIET, RAY_FOLDER_PARENT
 from tests.processes import free_port, until
 from tests.venvs import ROOT
 

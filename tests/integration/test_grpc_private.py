@@ -11,11 +11,14 @@ import pytest
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy.terms import rho_of
 from tests.processes import (
+    Process,
     Processes,
+    free_port,
     hold_rounds,
     port_of,
     release_rounds,
     rows,
+    until,
     write_task,
 )
 
@@ -56,6 +59,60 @@ def test_server_and_devices_count_the_same_rounds(tmp_path: Path, masks: tuple[s
         spent = json.loads(file.read_text())
         assert spent["num_updates"] == 3
         assert spent["rho"] <= rho * (1 + 1e-9)
+
+
+def wait_for_rounds(out: Path, number: int) -> None:
+    """Wait until a server has committed so many more rounds."""
+    before = len(rows(out))
+    until(lambda: len(rows(out)) >= before + number, what=lambda: f"{number} rounds in {out}")
+
+
+@pytest.mark.parametrize("masks", [(), MASKS], ids=["plain", "masked"])
+def test_a_takeover_forgets_no_spending_of_the_server_s_and_the_devices(
+    tmp_path: Path, masks: tuple[str, ...]
+) -> None:
+    """The server is killed again and again: what was opened and not committed is paid for too."""
+    task, share = write_task(tmp_path).spec, tmp_path / "share"
+    flags = ("--rounds", 12, *PLAN, *masks, "--privacy-noise-multiplier", Z, "--min-clients", 3)
+    shared = ("--shared-state", share, "--term-seconds", 1)
+    ports = free_port(), free_port()
+    both = ",".join(f"127.0.0.1:{port}" for port in ports)
+    with Processes(tmp_path) as processes:
+
+        def start(number: int, *more: object) -> Process:
+            out, listen = tmp_path / f"out{number}", f"127.0.0.1:{ports[number % 2]}"
+            return processes.server(
+                *(*flags, *shared, *more, "--listen", listen, "--out", out), task=task
+            )
+
+        serving = start(0)
+        own = ("--server", both, "--num-parts", 3, *masks, "--privacy-budget", 50)
+        clients = [
+            processes.client(ports[0], part, *own, "--state", tmp_path / f"state-{part}", task=task)
+            for part in range(3)
+        ]
+        for number in (1, 2, 3):
+            standby = start(number, "--standby")
+            standby.wait_for("serves it with term")
+            wait_for_rounds(tmp_path / f"out{number - 1}", 2)
+            serving.kill()
+            standby.wait_for("takes over from")
+            serving = standby
+        for process in (serving, *clients):
+            process.succeed()
+    out = tmp_path / "out3"
+    written = rows(out)
+    assert [row["round"] for row in written] == list(range(1, 13))
+    epsilons = [row["epsilon"] for row in written]
+    assert epsilons == sorted(epsilons)
+    least = 0.0 if masks else 12 * rho_of(Z)  # under masks more noise than planned costs less
+    assert epsilons[-1] >= epsilon_of(least, delta=1e-5) * 0.99
+    for part in range(3):
+        spent = json.loads((tmp_path / f"state-{part}" / f"{part}.privacy.json").read_text())
+        assert spent["num_updates"] >= 12
+        assert spent["rho"] >= least * (1 - 1e-9)
+        # A server that is killed repeats the one round that it had not committed.
+        assert spent["num_updates"] <= 12 + 3
 
 
 def test_server_and_devices_count_one_epoch_of_examples_as_one_round(tmp_path: Path) -> None:

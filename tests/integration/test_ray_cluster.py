@@ -14,7 +14,7 @@ from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
-from headwater.simulation.engines.ray_cluster import ADDRESS, joined
+from headwater.simulation.cluster.ray_cluster import ADDRESS, joined
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine

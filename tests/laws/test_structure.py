@@ -45,14 +45,15 @@ MUST_NOT_IMPORT = {
         *("client/secagg", "client/flower", "client/transport", "client/operations"),
     ),
     "client/secagg": ("client/flower", "client/transport"),
-    "simulation/fleet": ("simulation/compute", "simulation/engines"),
+    "simulation/fleet": ("simulation/compute", "simulation/engines", "simulation/cluster"),
     "simulation/compute": ("simulation/engines",),
-    "simulation/vectorised": ("simulation/compute", "simulation/engines"),
+    "simulation/vectorised": ("simulation/compute", "simulation/engines", "simulation/cluster"),
 }
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/plan_features.py", "client/flower/", "common/flower/"),
     *("client/masked_rounds/", "client/offline/offline_plans.py"),
     *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
+    "simulation/cluster/flower_ray.py",
     *("server/asynchronous/dispatched_plans.py", "server/asynchronous/dispatching_grid_fleet.py"),
     "server/tree/branches.py",
 )

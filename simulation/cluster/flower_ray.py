@@ -30,13 +30,13 @@ from headwater.common.system.stop_signals import StopRequests, at_stop_signals, 
 from headwater.server.app import server_app, server_context
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
-from headwater.simulation.engines.device_app import ray_app
-from headwater.simulation.engines.ray_cluster import (
+from headwater.simulation.cluster.ray_cluster import (
     QUIET,
     RAY_FOLDER_PARENT,
     cpus_per_client,
     joined,
 )
+from headwater.simulation.engines.device_app import ray_app
 from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 REGISTRATION_POLL_SECONDS = 0.05

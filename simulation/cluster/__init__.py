@@ -1,0 +1,1 @@
+"""Simulated devices on the machines of a Ray cluster."""
