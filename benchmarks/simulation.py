@@ -17,6 +17,8 @@ they do not take each other's cores.
 * ``of_typed`` is the same share for a run as it is typed: with ``+out`` it writes its folder, with
   ``+free`` the planner chooses K (the commands' defaults), and its seconds are all that pass
   between two rounds (``--case fused+out+free-in-turn:digits:1000:11`` for one alone).
+* ``+2`` computes in two worker processes, ``+ray`` on a Ray of two cores, in any way:
+  ``--case fused+ray:digits:10000:6``.
 * ``bare_loop``: client after client, a ``loss.backward()`` for each micro-batch, nothing checked or
   reported. The limit of ``one-by-one``.
 * ``bare_fused``: passes over all clients' examples, and nothing else. The limit of ``fused``.
@@ -80,7 +82,8 @@ def ours(
         "threads": 1,
         "simulation.clients": number,
         "simulation.compute": "one-by-one" if way == SHARED else way,
-        "simulation.workers": WORKERS if way == SHARED else 1,
+        "simulation.workers": WORKERS if way == SHARED or "2" in typed else 1,
+        "simulation.engine": "ray" if "ray" in typed else "in-process",
         "plan.accumulation_steps": work.each // work.micro_batch,
         "plan.micro_batch_size": work.micro_batch,
         "optimizer.name": "sgd",
@@ -388,7 +391,7 @@ def _run(kind: str, work: Work, number: int, rounds: int) -> Figures:
     ENDS.clear()
     if kind.endswith(IN_TURN):
         return in_turn(kind.removesuffix(IN_TURN), work, number, rounds)
-    if kind in (*WAYS, SHARED):
+    if kind.partition("+")[0] in (*WAYS, SHARED):
         ours(kind, work, number, rounds)
     elif kind in BARE:
         bare(kind, work, number, rounds)

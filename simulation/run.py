@@ -76,6 +76,15 @@ def _run(
     stages: Stages | None = None,
 ) -> None:
     engine, is_masked = settings.simulation.engine, settings.secure.aggregation != "off"
+    run_here = partial(
+        _run_in_process,
+        settings,
+        on_round=on_round,
+        resume=resume,
+        has_report=has_report,
+        observer=observer,
+        stages=stages,
+    )
     if engine == "flower-ray":
         if resume:
             raise SettingsError(
@@ -89,15 +98,7 @@ def _run(
         from headwater.simulation.cluster.ray_workers import cluster, ray_pool
 
         with cluster(settings):
-            _run_in_process(
-                settings,
-                on_round=on_round,
-                resume=resume,
-                has_report=has_report,
-                observer=observer,
-                stages=stages,
-                start_pool=ray_pool,
-            )
+            run_here(start_pool=ray_pool)
     elif engine == "grpc":
         from headwater.simulation.engines.grpc import run_on_grpc
 
@@ -107,14 +108,7 @@ def _run(
             settings, on_round=on_round, resume=resume, observer=observer, stages=stages
         )
     else:
-        _run_in_process(
-            settings,
-            on_round=on_round,
-            resume=resume,
-            has_report=has_report,
-            observer=observer,
-            stages=stages,
-        )
+        run_here()
 
 
 def _run_in_process(

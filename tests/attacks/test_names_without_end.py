@@ -34,17 +34,20 @@ async def lie(aggregator: RawDevice, num_lists: int) -> None:
     aggregator._call.cancel()
 
 
-async def play(*, max_population: int, num_lists: int = NUM_ROUNDS) -> None:
+async def play(*, max_population: int, leaves: bool = True) -> None:
     settings = {"server.aggregators": NAME}
     how = {"rounds": NUM_ROUNDS + 3, "settings": settings, "return_seconds": 0.1}
     async with cohort("honest", NAME, **how) as (run, honest, aggregator):
-        lying = asyncio.create_task(lie(aggregator, num_lists))
+        lying = asyncio.create_task(lie(aggregator, NUM_ROUNDS if leaves else 10**6))
         await honest.describe(num_examples=NUM_EXAMPLES)
         largest = 0
         for _ in range(NUM_ROUNDS + 3):
             await honest.update(await honest.plan())
             largest = max(largest, run.training.population)
-        await lying
+        if leaves:
+            await lying
+        else:
+            lying.cancel()
         await run.end()
         assert [row.num_clients for row in run.rows] == [1] * (NUM_ROUNDS + 3)
         assert NUM_NAMES < largest <= max_population
@@ -61,7 +64,7 @@ def test_an_aggregator_names_a_limited_number_of_devices_in_a_run(
 ) -> None:
     monkeypatch.setattr(branches, "MAX_NAMES", 2 * NUM_NAMES)
     # The third is refused, and the next asked for later each time: to read it costs.
-    asyncio.run(play(max_population=1 + NUM_NAMES, num_lists=3))
+    asyncio.run(play(max_population=1 + NUM_NAMES, leaves=False))
     assert (
         f"AggregatorRefused: 300 names in this run, expected at most {2 * NUM_NAMES}" in caplog.text
     )
