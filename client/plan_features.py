@@ -2,7 +2,8 @@
 
 A feature's code is imported if the plan, the device's owner or what lies in its state folder asks
 for it. The order of the list is the order in which they act, and a security property: the owner's
-word comes first, and no model of the server's is loaded before all have allowed the plan.
+word comes first, and no model of the server's is loaded before all of them have allowed the plan
+(a feature of the user's is asked after that).
 """
 
 from __future__ import annotations

@@ -141,15 +141,15 @@ class RunFeature(PlanningMoments):
             HeadwaterError: the run ends.
         """
 
+    def close(self, opened: OpenRound, fleet: Fleet) -> RoundSum | None:
+        """Return the round's sum in the place of ``plain_sum``; None: that one."""
+        return None
+
     def reveal(self, opened: OpenRound, unmasked: Any = None) -> None:
         """Change a sum that is about to become known, or note it on disk first.
 
         ``unmasked`` is what a secure session opened; None: the plain sum.
         """
-
-    def close(self, opened: OpenRound, fleet: Fleet) -> RoundSum | None:
-        """Return the round's sum in the place of ``plain_sum``; None: that one."""
-        return None
 
     def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
         """Change the sum after its division.
