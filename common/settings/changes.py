@@ -12,6 +12,7 @@ switch protection off, or have links, through which a run would write files else
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,13 +200,17 @@ def check_no_links(folder: Path) -> None:
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(root, name)
-            if path.is_symlink():
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:  # it was a journal, and is gone since
+                continue
+            if stat.S_ISLNK(mode):
                 raise SettingsError(
                     f"{path} is a link to {path.readlink()}: what a run writes would change files "
                     "outside of its folder",
                     remedy="put what it leads to in its place, or choose another --out",
                 )
-            if not path.is_file() and not path.is_dir():
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise SettingsError(
                     f"{path} is no file and no folder", remedy="remove it, or choose another --out"
                 )

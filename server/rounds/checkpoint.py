@@ -45,7 +45,7 @@ OPTIMIZER = "optimizer."
 FEATURE = "feature."
 
 
-Number = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[int, Field(ge=0, lt=2**64)]
 Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
