@@ -101,7 +101,7 @@ def as_owner_requires(settings: Settings, node_config: Mapping[str, Any]) -> Set
 def _without_a_run_s_choices(settings: Settings, node_config: Mapping[str, Any]) -> Settings:
     """Return a run's settings without what it could choose for one node and not for others.
 
-    Each node asks the SuperLink for a run's values, and no node sees what the others were told.
+    Each node asks the SuperLink for a run's values, and no node sees what the others get.
     Less memory, fewer threads or shorter hours would leave a member of a session with nothing to
     add; the owner's words are the same in all runs.
 

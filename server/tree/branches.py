@@ -188,7 +188,7 @@ class Branches(Intermediaries):
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """All devices that each aggregator, by its name, has listed in this run."""
         self._left_out: dict[str, str] = {}
-        """The devices that are to be described again, and why, until their aggregator is asked."""
+        """The devices to be described again, and why; taken by the next request for their list."""
         self._twice: set[str] = set()
         """Devices that were listed by two nodes; each is logged once."""
 

@@ -44,7 +44,7 @@ from headwater.simulation.fleet.devices import Devices
 
 log = logging.getLogger(__name__)
 
-# How long a run without any machine waits for one; and a machine is asked whether it is there.
+# How long a run without any machine waits for one; in so long a machine that is there answers.
 PATIENCE_SECONDS, CONNECT_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.1
 
