@@ -324,10 +324,11 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     )
     examples = counted(len(trainer.examples(identity)), "example")
     task = short_code(trainer.task_code)
-    console.print(
-        f"{identity.name}: {examples}, task {task}, server {device.server}", soft_wrap=True
-    )
     with _metrics(settings, node.counters), _display(node.activity):
+        # Last: whoever has read it may stop the device, and no import is cut in the middle.
+        console.print(
+            f"{identity.name}: {examples}, task {task}, server {device.server}", soft_wrap=True
+        )
         yield connection
 
 

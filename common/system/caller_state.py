@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-from headwater.common.errors import remedy_in_traceback
+from headwater.common.errors import HeadwaterError, remedy_in_traceback
 from headwater.common.system.atomic_file import keep_private
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
 from headwater.common.system.lasting_output import lasting_output
@@ -27,6 +27,7 @@ from headwater.common.system.stop_signals import (
     at_stop_signals,
     interrupt,
     interrupt_at_once,
+    raise_if_interrupted,
 )
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,12 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
             if is_main:
                 stack.enter_context(_own_process_state())
                 stack.enter_context(_own_random_numbers())
-            yield
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, HeadwaterError):
+                    raise_if_interrupted()  # a library may have turned the interrupt into its own
+                raise
     finally:
         for name, value in variables.items():
             if value is None:

@@ -14,17 +14,17 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import tomli_w
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from headwater.client.app import client_app
-from headwater.common.errors import SettingsError, WorkerDied
-from headwater.common.flower.grid import CLIENT_APP_FAILED, Run, simulate_on_ray
+from headwater.common.errors import SettingsError
+from headwater.common.flower.grid import simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt_at_once
 from headwater.server.app import server_app, server_context
@@ -36,11 +36,11 @@ from headwater.simulation.cluster.ray_cluster import (
     cpus_per_client,
     joined,
 )
+from headwater.simulation.cluster.ray_grid import RayGrid, Stopped
 from headwater.simulation.engines.device_app import ray_app
 from headwater.simulation.fleet.virtual_hardware import virtual_hardware
 
 REGISTRATION_POLL_SECONDS = 0.05
-MAX_SHOWN = 300  # characters of either end of Ray's message about a failed worker
 
 
 def run_on_ray(settings: Settings, *, on_round: OnRound, observer: Observer = NO_OBSERVER) -> None:
@@ -164,14 +164,14 @@ class _WatchedServerApp:
         context = server_context(self._settings, run_id=grid.run.run_id)
         try:
             self._inner(self._wait_for_nodes(grid), context)
-        except _Stopped:
+        except Stopped:
             pass
         except Exception as error:
             self.error = error
 
     def _wait_for_nodes(self, grid: Grid) -> Grid:
         """Wait for Flower to register every node, which it does while the ServerApp runs."""
-        stoppable = _StoppableGrid(grid, self._stop_requested)
+        stoppable = RayGrid(grid, self._stop_requested)
         while len(list(stoppable.get_node_ids())) < self._settings.simulation.clients:
             time.sleep(REGISTRATION_POLL_SECONDS)
         return stoppable
@@ -185,85 +185,3 @@ class _WatchedServerApp:
         self.request_stop()
         if self._thread is not None:
             self._thread.join()
-
-
-class _Stopped(Exception):
-    """Ends the ServerApp after Ctrl-C or an error of the engine."""
-
-
-class _StoppableGrid(Grid):
-    """Flower's grid; raises ``_Stopped`` once a stop is requested."""
-
-    awaits_more = False
-    has_virtual_clock = True
-
-    def __init__(self, grid: Grid, stop_requested: threading.Event) -> None:
-        self._grid = grid
-        self._stop_requested = stop_requested
-
-    def _checked(self) -> Grid:
-        if self._stop_requested.is_set():
-            raise _Stopped
-        return self._grid
-
-    def set_run(self, run: Run) -> None:
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self._checked().get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self._checked().push_messages(messages)
-
-    def pull_messages(  # type: ignore[override] # the first parameter has two names
-        self,
-        reply_to_message_ids: Iterable[str] | None = None,
-        *,
-        message_ids: Iterable[str] | None = None,
-    ) -> Iterable[Message]:
-        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        return _check_workers(self._checked().pull_messages(wanted or ()))
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        return _check_workers(self._checked().send_and_receive(messages, timeout=timeout))
-
-
-def _check_workers(replies: Iterable[Message]) -> Iterator[Message]:
-    """Yield the replies of apps, including their errors.
-
-    Flower continues to send messages to a worker that has died, and returns each immediately as an
-    error; a run that continued would lose most of its devices.
-
-    Raises:
-        WorkerDied: a reply is Flower's own error, for a worker that could not run the app.
-    """
-    for reply in replies:
-        if reply.has_error() and reply.error.code == CLIENT_APP_FAILED:
-            raise WorkerDied(
-                f"a worker of Ray failed: {_shorten(reply.error.reason or '')}",
-                remedy="every machine of the cluster needs the same Headwater, Python and "
-                "packages, and memory for a worker per core; the completed rounds are saved",
-            )
-        yield reply
-
-
-def _shorten(text: str) -> str:
-    """Return a text on one line; of a long one both ends, which name the failure and its cause."""
-    line = " ".join(text.split())
-    return line if len(line) <= 2 * MAX_SHOWN else f"{line[:MAX_SHOWN]} ... {line[-MAX_SHOWN:]}"

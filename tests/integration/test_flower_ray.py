@@ -76,15 +76,15 @@ def test_sums_beside_the_model_s_wait_sealed_for_their_session(
     given = ["--task", SIGNS, "--clients", "4", "--rounds", "2", *K_2_OF_8]
     given += ["--feature", named("Thirds")]
     masks = ["--secure-aggregation", "semi-honest"]
-    said = finish(process := started.simulate(*given, *masks, out=tmp_path / "masked"))
-    assert process.returncode == 0, said
+    masked = finish(process := started.simulate(*given, *masks, out=tmp_path / "masked"))
+    assert process.returncode == 0, masked
     said = finish(
         process := started.run(
             "-m", "headwater.simulation", *given, "--out", tmp_path / "plain", folder=ROOT
         )
     )
     assert process.returncode == 0, said
-    assert kept_in(tmp_path / "masked") == kept_in(tmp_path / "plain")
+    assert kept_in(tmp_path / "masked") == kept_in(tmp_path / "plain"), masked
 
 
 @pytest.mark.slow

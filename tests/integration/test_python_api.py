@@ -61,5 +61,5 @@ def test_a_stop_signal_returns_control(tmp_path: Path, side: str, number: signal
         )
         waiting.wait_for(re.escape(address))  # the client's or the server's first line
         waiting.kill(number)
-        assert waiting.wait() == 0
+        assert waiting.wait() == 0, waiting.text()
         assert waiting.text().splitlines()[-1] == "interrupted"

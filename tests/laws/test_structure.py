@@ -54,6 +54,7 @@ MAY_IMPORT_FLOWER = (
     *("client/masked_rounds/", "client/offline/offline_plans.py"),
     *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
     "simulation/cluster/flower_ray.py",
+    "simulation/cluster/ray_grid.py",
     *("server/asynchronous/dispatched_plans.py", "server/asynchronous/dispatching_grid_fleet.py"),
     "server/tree/branches.py",
 )

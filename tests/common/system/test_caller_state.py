@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,3 +65,15 @@ def test_silences_that_overlap_end_with_the_last_one() -> None:
     assert console.quiet
     second.close()
     assert not console.quiet
+
+
+class NamesItself:
+    """Raises Ctrl-C where Python turns each error of a name into one of its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_a_library_has_turned_into_its_own_error_is_one() -> None:
+    with pytest.raises(KeyboardInterrupt), caller_state(is_silent=True):
+        type("Imported", (), {"name": NamesItself()})
