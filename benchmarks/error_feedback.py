@@ -30,6 +30,9 @@ STEP = {
 FLOAT32 = "float32"
 WAYS: dict[str, dict[str, Any]] = {
     "int8": {"compression.up": "int8"},
+    "int4": {"compression.up": "int4"},
+    "int2": {"compression.up": "int2"},
+    "int1": {"compression.up": "int1"},
     "top_k_5": {"compression.up": "top-k", "compression.fraction": 0.05},
     "top_k_1": {"compression.up": "top-k", "compression.fraction": 0.01},
     "random_k_5": {"compression.up": "random-k", "compression.fraction": 0.05},

@@ -54,6 +54,8 @@ SIMULATED = {
     "synthetic": "--task examples/synthetic.py:Synthetic --optimizer sgd --threads 1 "
     "--clients 40 --rounds 3",
     "int8": f"{ADAM} --clients 6 --rounds 4 --accumulation-steps 2 --compress int8",
+    "int4 up, int2 down": f"{ADAM} --clients 6 --rounds 4 --accumulation-steps 2 --compress int4 "
+    "--compress-down int2",
     "top-k, int8 down": f"{ADAM} --clients 6 --rounds 4 --accumulation-steps 2 --compress top-k "
     "--compress-fraction 0.05 --compress-down int8",
     "random-k, semi-honest": f"{ADAM} --clients 6 --rounds 3 --accumulation-steps 2 "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from headwater.common.compression.few_bits import decoded_few_bits, encode_few_bits
 from headwater.common.compression.random_coordinates import (
     SharedPositions,
     decoded_random,
@@ -47,6 +48,8 @@ class Coding:
                 text = f"rounding {self.run_seed} {self.round} {name}".encode()
                 seed = int.from_bytes(hashlib.sha256(text).digest()[:16], "little")
                 return encode_int8(values_P, np.random.Generator(np.random.Philox(seed)))
+            case "int4" | "int2" | "int1" as few:
+                return encode_few_bits(values_P, few)
             case "top-k":
                 return encode_top(values_P, self.terms.num_sent(values_P.numel()))
             case "random-k":
@@ -58,10 +61,10 @@ class Coding:
         """Return a client's encoded update for reading; ``data`` must stay as it is meanwhile.
 
         Raises:
-            CorruptUpdate: the length is not that of the terms; or see ``rounding.decoded_int8`` and
-                ``top_coordinates.decoded_top``.
-            NonFiniteUpdate: see ``rounding.decoded_int8``. A NaN among bfloat16 values is found
-                where the vector is checked.
+            CorruptUpdate: the length is not that of the terms; or see ``rounding.decoded_int8``,
+                ``few_bits.decoded_few_bits`` and ``top_coordinates.decoded_top``.
+            NonFiniteUpdate: see the same. A NaN among bfloat16 values is found where the vector is
+                checked.
         """
         memory, expected = memoryview(data), self.terms.num_bytes(num_values)
         method = self.terms.method
@@ -74,6 +77,8 @@ class Coding:
                 return decoded_bfloat16(memory, num_values)
             case "int8":
                 return decoded_int8(memory, num_values, name=name)
+            case "int4" | "int2" | "int1":
+                return decoded_few_bits(memory, num_values, method, name=name)
             case "top-k":
                 return decoded_top(memory, num_values, self.terms.num_sent(num_values), name=name)
             case "random-k":

@@ -1,11 +1,13 @@
-"""The model as a difference to the one that a device holds, in bfloat16 or int8.
+"""The model as a difference to the one that a device holds, in bfloat16 or in 8 bits or fewer.
 
 The server keeps one broadcast model b for all devices, as they hold it, to the bit. For each
 version x of its own model it moves b towards x and sends how far: both sides add the same numbers
 to the same b. What the rounding lost is in the next difference, so b follows x with the error of
 one difference only.
 
-- bfloat16: the difference to the version before, rounded. Another version takes the whole model.
+- bfloat16, int4, int2, int1: the difference to the version before, rounded. A device that missed
+  rounds is sent their differences one after another, while these are shorter than the model; one
+  that holds nothing is sent the model whole.
 - int8: b lies on a grid (``grid_steps``), and its differences are whole steps of the grid. They add
   exactly over several rounds, and a device that holds nothing gets the difference to zero.
 
@@ -18,12 +20,13 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.common.compression.few_bits import decoded_few_bits, encode_few_bits
 from headwater.common.compression.grid_steps import (
     FIRST_LEVELS,
     LEVELS,
@@ -35,29 +38,35 @@ from headwater.common.compression.grid_steps import (
     piece_bytes,
 )
 from headwater.common.compression.rounding import decoded_bfloat16, encode_bfloat16
+from headwater.common.compression.terms import DifferenceMethod, planned_difference_bytes
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
 from headwater.common.sums.encoded_vector import Floats
 
-DifferenceMethod = Literal["bfloat16", "int8"]
-METHODS: Final[dict[str, DifferenceMethod]] = {"bfloat16": "bfloat16", "int8": "int8"}
+METHODS: Final[dict[str, DifferenceMethod]] = {one: one for one in get_args(DifferenceMethod)}
 
 
 def checked_method(method: str, num_bytes: int, num_values: int) -> DifferenceMethod:
     """Return a method by its name, if it has differences of such a length.
 
     Raises:
-        ProtocolMismatch: there is no such method, or the length is not that of a difference.
+        ProtocolMismatch: there is no such method, or the length is not that of its differences.
     """
     if method not in METHODS:
         raise ProtocolMismatch(f"the server sent a model in {method[:20]!r}")
-    exact = 2 * num_values if method == "bfloat16" else None
-    if num_bytes > 4 * num_values or exact not in (None, num_bytes):
-        expected = f"at most {4 * num_values:,}" if exact is None else f"{exact:,}"
+    found, most = METHODS[method], 4 * num_values
+    one = None if found == "int8" else planned_difference_bytes(found, num_values)
+    if num_bytes > most or (one is not None and (not num_bytes or num_bytes % one)):
+        many = "" if one is None else f", in differences of {one:,} each"
         raise ProtocolMismatch(
-            f"the server's difference has {num_bytes:,} bytes, expected {expected}"
+            f"the server's difference has {num_bytes:,} bytes, expected at most {most:,}{many}"
         )
-    return METHODS[method]
+    return found
+
+
+def adds_exactly(method: DifferenceMethod) -> bool:
+    """Whether the sum of differences is a difference, and so is the one from zero."""
+    return method == "int8"
 
 
 def move_towards(
@@ -73,13 +82,17 @@ def move_towards(
     for low in range(0, len(base_P), CHUNK):
         base, target = base_P[low : low + CHUNK], target_P[low : low + CHUNK]
         piece: bytearray | None
-        if method == "bfloat16":
-            piece = encode_bfloat16(target - base)
-            _add_piece(piece, base.numpy(), method)
-        else:
+        if method == "int8":
             moved = nearest_on_grid(target.numpy(), base.numpy(), levels=levels)
             piece = encode_steps(moved.astype(np.float64) - base.numpy())
             base.numpy()[:] = moved
+        else:
+            moved_P = target - base
+            if method == "bfloat16":
+                piece = encode_bfloat16(moved_P)
+            else:
+                piece = encode_few_bits(moved_P, method)
+            _add_piece(piece, base.numpy(), method)
         data = None if data is None or piece is None else data + piece
     return data
 
@@ -120,7 +133,7 @@ def _pieces(data: bytearray, num_values: int) -> Iterator[Doubles]:
 
 
 class DifferenceReader:
-    """Adds a difference that arrives in parts of any length to a model's memory."""
+    """Adds differences, which arrive in parts of any length, to a model's memory in turn."""
 
     def __init__(self, memory: memoryview, method: DifferenceMethod) -> None:
         self._values = np.frombuffer(memory, dtype=np.float32)
@@ -141,6 +154,8 @@ class DifferenceReader:
         """
         at = 0
         while at < len(data):
+            if self.is_complete and not adds_exactly(self._method):
+                self._low = 0  # the next round's
             part = self._values[self._low : self._low + CHUNK]
             if not len(part):
                 raise CorruptUpdate(f"the difference is {len(data) - at:,} bytes too long")
@@ -155,15 +170,18 @@ class DifferenceReader:
 
 def _length(piece: bytearray, num_values: int, method: DifferenceMethod) -> int:
     """Return the bytes of a piece that begins so, as far as that says."""
-    if method == "bfloat16":
-        return 2 * num_values
+    if not adds_exactly(method):
+        return planned_difference_bytes(method, num_values)
     head = head_bytes(num_values)
     return head if len(piece) < head else piece_bytes(piece, num_values)
 
 
 def _add_piece(piece: bytearray, values: Floats, method: DifferenceMethod) -> None:
     """Add a whole piece to the coordinates that it belongs to, in place."""
-    if method == "bfloat16":
-        values += decoded_bfloat16(memoryview(piece), len(values))[:]
-    else:
-        values[:] = values + decoded_steps(piece, len(values))  # in float64: exact on a grid
+    match method:
+        case "int8":
+            values[:] = values + decoded_steps(piece, len(values))  # in float64: exact on a grid
+        case "bfloat16":
+            values += decoded_bfloat16(memoryview(piece), len(values))[:]
+        case _:
+            values += decoded_few_bits(memoryview(piece), len(values), method, name="the server")[:]

@@ -7,10 +7,10 @@ from headwater.common.settings.schema import Settings
 
 
 def download_bytes(settings: Settings, num_values: int) -> int:
-    """Return the bytes of the model for a device that has been in a round, in int8 about.
+    """Return the bytes of the model for a device that has been in a round, or about.
 
-    If only some devices are in a round, most hold an older version, to which bfloat16 has no
-    difference.
+    If only some devices are in a round, most hold an older version: the differences of two rounds
+    in bfloat16 are as long as the model.
     """
     method = settings.compression.down
     if method == "off" or (method == "bfloat16" and settings.cohort.size is not None):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
 from headwater.common.settings.rounds import CompressionSettings
 from headwater.common.terms import Terms
 
-Method = Literal["bfloat16", "int8", "top-k", "random-k"]
+FewBits = Literal["int4", "int2", "int1"]
+Method = Literal["bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k"]
+DifferenceMethod = Literal["bfloat16", "int8", "int4", "int2", "int1"]
+"""How a model is sent as a difference to another."""
 
+FEW_BITS: Final[Mapping[FewBits, int]] = {"int4": 4, "int2": 2, "int1": 1}
 BLOCK = 1024
-"""Coordinates that share a scale in int8; the scale is a float32, 0.4 % of the block's bytes."""
+"""Coordinates that share a scale, a float32: 0.03 bits more for each coordinate."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
 
@@ -55,6 +60,8 @@ class CompressionTerms(Terms):
         match self.method:
             case "int8":
                 return num_values + 4 * -(-num_values // BLOCK)
+            case "int4" | "int2" | "int1":
+                return few_bits_bytes(self.method, num_values)
             case "top-k":
                 return 4 * -(-num_values // SPAN) + (2 + 2) * number
             case _:
@@ -78,6 +85,17 @@ def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:
     return 4 * num_values if terms is None else terms.num_bytes(num_values)
 
 
-def planned_difference_bytes(method: Literal["bfloat16", "int8"], num_values: int) -> int:
-    """Return the length of a difference in bfloat16; in int8 about that of a few rounds'."""
-    return num_values * (2 if method == "bfloat16" else 1)
+def few_bits_bytes(method: FewBits, num_values: int) -> int:
+    """Return the length of a vector's encoding in few bits."""
+    return 4 * -(-num_values // BLOCK) + -(-num_values * FEW_BITS[method] // 8)
+
+
+def planned_difference_bytes(method: DifferenceMethod, num_values: int) -> int:
+    """Return the length of a difference; in int8 about that of a few rounds'."""
+    match method:
+        case "bfloat16":
+            return 2 * num_values
+        case "int8":
+            return num_values
+        case _:
+            return few_bits_bytes(method, num_values)

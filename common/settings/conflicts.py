@@ -315,18 +315,17 @@ def _of_compression(
             f"{MIN_MASKED_FRACTION:g} of the coordinates",
             remedy=f"use {MIN_MASKED_FRACTION:g} or more",
         )
-    if up not in ("top-k", "random-k"):
-        return
-    if aggregation.rule != "sum":
+    is_sparse = up in ("top-k", "random-k")
+    if is_sparse and aggregation.rule != "sum":
         yield SettingsError(
             f"--aggregation {aggregation.rule} compares updates coordinate by coordinate, and "
             f"--compress {up} sends few of them",
             remedy="leave out --aggregation, or use --compress int8",
         )
-    if plan.follow_noise_scale:
+    if plan.follow_noise_scale and (is_sparse or up in ("int2", "int1")):
+        sends = "few coordinates of it" if is_sparse else "a rounding of a third of it or more"
         yield SettingsError(
-            f"the noise scale is estimated from the sum's norm, and --compress {up} sends few "
-            "coordinates of it",
+            f"the noise scale is estimated from the sum's norm, and --compress {up} sends {sends}",
             remedy="leave out --follow-noise-scale, or use --compress int8",
         )
 

@@ -90,17 +90,17 @@ class AggregationSettings(Branch):
 class CompressionSettings(Branch):
     """Fewer bytes for updates and models (docs/bytes.md)."""
 
-    up: Literal["off", "bfloat16", "int8", "top-k", "random-k"] = setting(
+    up: Literal["off", "bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k"] = setting(
         "off",
-        "send updates in fewer bytes: rounded to two bytes or one, or only the largest or random "
-        "coordinates; what is not sent is kept and added to the device's next update",
+        "send updates in fewer bytes: rounded to 16, 8, 4, 2 or 1 bits, or only the largest or "
+        "random coordinates; what is not sent is kept and added to the device's next update",
         "--compress",
     )
     fraction: Part = setting(
         0.1, "of the coordinates that top-k and random-k send", "--compress-fraction"
     )
     feedback: bool = setting(True, "keep what is not sent; without it, it is lost", on="")
-    down: Literal["off", "bfloat16", "int8"] = setting(
+    down: Literal["off", "bfloat16", "int8", "int4", "int2", "int1"] = setting(
         "off",
         "send the model as a rounded difference to the version that a device holds; what is lost "
         "comes with the next difference",
@@ -108,7 +108,7 @@ class CompressionSettings(Branch):
     )
     history_bytes: Bytes = setting(
         256 << 20,
-        "differences in int8 that the server stores, for devices that were away; an older version "
+        "differences that the server stores, for devices that were away; an older version "
         "takes the model whole",
         on="",
     )

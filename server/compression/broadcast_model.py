@@ -13,7 +13,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from headwater.common.compression.model_difference import DifferenceMethod, move_towards
+from headwater.common.compression.model_difference import adds_exactly, move_towards
+from headwater.common.compression.terms import DifferenceMethod
 from headwater.common.flower.sent_model import ModelDifference
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
@@ -30,8 +31,7 @@ class BroadcastModel:
         self.version: int | None = None
         """The version of the server's model that it follows; None before the first."""
         self._image_id = ""
-        self._latest: ModelDifference | None = None
-        self._history = DifferenceHistory(self._values(), max_bytes=history_bytes)
+        self._history = DifferenceHistory(self._values(), method, max_bytes=history_bytes)
         self._lock = Lock()  # devices are sent differences from other threads
 
     @property
@@ -51,7 +51,7 @@ class BroadcastModel:
         """Take over what a checkpoint stored; the next difference is to this model."""
         with self._lock:
             self.bytes_U8.copy_(bytes_U8)
-            self.version, self._latest = version, None
+            self.version = version
             self._image_id = hashlib.sha256(self.buffer()).hexdigest()
             self._history.clear()
 
@@ -61,33 +61,26 @@ class BroadcastModel:
             return
         with self._lock:
             is_first, base_id = self.version is None, self._image_id
-            if is_first and self._method == "bfloat16":
+            data = None
+            if is_first and not adds_exactly(self._method):
                 self.bytes_U8.copy_(self._image.bytes_U8)
-                data = None
             else:
                 data = move_towards(
                     self._values(), self._image.values_P, self._method, is_first=is_first
                 )
             self.version, self._image_id = version, hashlib.sha256(self.buffer()).hexdigest()
-            self._latest = (
-                None
-                if data is None
-                else ModelDifference(
+            if data is None:
+                self._history.clear()
+            elif not is_first:
+                latest = ModelDifference(
                     base_id=base_id, image_id=self._image_id, method=self._method, data=data
                 )
-            )
-            if self._latest is None:
-                self._history.clear()
-            elif self._method == "int8" and not is_first:
-                self._history.add(self._latest)
+                self._history.add(latest)
 
     def difference_from(self, held_id: str) -> ModelDifference | None:
-        """See ``SentModel``; in bfloat16 only the version before has a difference."""
+        """See ``SentModel``."""
         with self._lock:
-            if self._method == "int8":
-                return self._history.difference_from(held_id, self._image_id)
-            latest = self._latest
-            return latest if latest is not None and latest.base_id == held_id else None
+            return self._history.difference_from(held_id, self._image_id)
 
     def _values(self) -> Tensor:
         return self.bytes_U8.view(torch.float32)

@@ -1,18 +1,25 @@
 """The differences between the latest models that devices were sent: what a device missed, as one.
 
 A difference in int8 adds exactly to the next, so a device that was away for some rounds is sent
-their sum. The latest differences are stored as they were sent, within a limit of bytes; a device
-that holds an older model, or none, is sent the difference to zero. What was computed for one
-device serves all that hold the same model, until the model moves on.
+their sum; in other methods it is sent one difference after another. The latest differences are
+stored as they were sent, within a limit of bytes. A device that holds an older model, or none, is
+sent the difference to zero in int8, else the model whole. What was computed for one device serves
+all that hold the same model, until the model moves on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from headwater.common.compression.model_difference import movement, movement_from_zero
+from headwater.common.compression.model_difference import (
+    adds_exactly,
+    movement,
+    movement_from_zero,
+)
+from headwater.common.compression.terms import DifferenceMethod
 from headwater.common.flower.sent_model import ModelDifference
 
 MAX_ROUNDS = 64
@@ -20,10 +27,10 @@ MAX_ROUNDS = 64
 
 
 class DifferenceHistory:
-    """The latest differences in int8, and their sums; ``values_P`` is the latest model."""
+    """The latest differences, and their sums; ``values_P`` is the latest model."""
 
-    def __init__(self, values_P: Tensor, *, max_bytes: int) -> None:
-        self._values_P, self._max_bytes = values_P, max_bytes
+    def __init__(self, values_P: Tensor, method: DifferenceMethod, *, max_bytes: int) -> None:
+        self._values_P, self._method, self._max_bytes = values_P, method, max_bytes
         self._differences: deque[ModelDifference] = deque()
         self._sums: dict[str, ModelDifference] = {}
         """By the model that a device holds; the one that was used last comes last."""
@@ -34,30 +41,47 @@ class DifferenceHistory:
         self._sums.clear()
 
     def add(self, difference: ModelDifference) -> None:
-        """Append the difference that led to the latest model; the oldest make room."""
+        """Append the difference that led to the latest model; the oldest make room.
+
+        Where no difference leads from zero the latest one stays, whatever its length.
+        """
         self._sums.clear()
         self._differences.append(difference)
-        while len(self._differences) > MAX_ROUNDS or self._num_bytes() > self._max_bytes:
+        least = 0 if adds_exactly(self._method) else 1
+        while len(self._differences) > least and (
+            len(self._differences) > MAX_ROUNDS or self._num_bytes() > self._max_bytes
+        ):
             self._differences.popleft()
 
     def difference_from(self, held_id: str, image_id: str) -> ModelDifference | None:
         """Return the difference to the latest model; None if that has to be sent whole.
 
-        An empty id, or one that is not in the history, is answered with the difference from zero.
+        An empty id, or one that is not in the history, is answered with the difference from zero,
+        if there is one.
         """
         missed, num_values = self._missed(held_id), len(self._values_P)
+        if not adds_exactly(self._method) and _length(missed) not in range(1, 4 * num_values):
+            return None
         base_id = held_id if missed else ""
         found = missed[0] if len(missed) == 1 else self._sums.pop(base_id, None)
         if found is None:
-            data = [one.data for one in missed]
-            summed = movement(data, num_values) if data else movement_from_zero(self._values_P)
+            summed = self._summed([one.data for one in missed])
             if summed is None:
                 return None
-            found = ModelDifference(base_id=base_id, image_id=image_id, method="int8", data=summed)
+            found = ModelDifference(
+                base_id=base_id, image_id=image_id, method=self._method, data=summed
+            )
         if len(missed) != 1:
             self._sums[base_id] = found
             self._make_room()
         return found if len(found.data) < 4 * num_values else None
+
+    def _summed(self, data: list[bytearray]) -> bytearray | None:
+        if not adds_exactly(self._method):
+            return bytearray().join(data)
+        if data:
+            return movement(data, len(self._values_P))
+        return movement_from_zero(self._values_P)
 
     def _missed(self, held_id: str) -> list[ModelDifference]:
         """Return the differences since a model was the latest; none if it is unknown."""
@@ -72,4 +96,8 @@ class DifferenceHistory:
             self._sums.pop(next(iter(self._sums)))
 
     def _num_bytes(self) -> int:
-        return sum(len(one.data) for one in (*self._differences, *self._sums.values()))
+        return _length((*self._differences, *self._sums.values()))
+
+
+def _length(differences: Iterable[ModelDifference]) -> int:
+    return sum(len(one.data) for one in differences)

@@ -77,7 +77,9 @@ def residual(folder: Path, number: int) -> Tensor:
     raise AssertionError(f"no residual of round {number}")
 
 
-@pytest.mark.parametrize("method", ["bfloat16", "int8", "top-k", "random-k"])
+@pytest.mark.parametrize(
+    "method", ["bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k"]
+)
 def test_all_that_was_sent_and_the_residual_are_the_sum_of_all_updates(
     tmp_path: Path, method: Method
 ) -> None:

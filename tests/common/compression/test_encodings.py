@@ -15,7 +15,7 @@ from headwater.common.errors import CorruptUpdate, HeadwaterError, NonFiniteUpda
 from headwater.common.model.vectors import CHUNK
 from headwater.common.sums.encoded_vector import EncodedVector
 
-METHODS: tuple[Method, ...] = ("bfloat16", "int8", "top-k", "random-k")
+METHODS: tuple[Method, ...] = ("bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k")
 LENGTHS = (1, 2, BLOCK - 1, BLOCK + 1, CHUNK + SPAN + 3)
 EPS = 2.0**-23
 
@@ -48,8 +48,9 @@ def test_what_is_sent_and_what_is_left_add_up_to_the_vector(method: Method, leng
     values_P, terms = vector(length), CompressionTerms(method=method, fraction=0.03)
     data, left_P = sent_and_left(values_P, terms)
     difference = (read(data, terms, length).double() + left_P.double() - values_P.double()).abs()
-    # Only int8 rounds what is left: once, and its product with the scale once.
-    assert difference.max() <= (2 * EPS * values_P.abs().max() if method == "int8" else 0.0)
+    # Integers round what is left: once, and its product with the scale once.
+    rounds = method.startswith("int")
+    assert difference.max() <= (2 * EPS * values_P.abs().max() if rounds else 0.0)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -174,6 +175,16 @@ def hostile(method: Method, change: str) -> bytearray:
         ("int8", "infinite scale", NonFiniteUpdate),
         ("int8", "negative scale", CorruptUpdate),
         ("int8", "scale that overflows", CorruptUpdate),
+        *[
+            (method, change, error)
+            for method in ("int4", "int2", "int1")
+            for change, error in (
+                ("NaN scale", NonFiniteUpdate),
+                ("infinite scale", NonFiniteUpdate),
+                ("scale that overflows", CorruptUpdate),
+            )
+        ],
+        ("int1", "negative scale", CorruptUpdate),
         ("top-k", "wrong count", CorruptUpdate),
         ("top-k", "position out of range", CorruptUpdate),
         ("top-k", "position twice", CorruptUpdate),

@@ -7,22 +7,23 @@ import torch
 from torch import Tensor
 
 from headwater.common.compression.model_difference import (
-    DifferenceMethod,
     DifferenceReader,
     checked_method,
     move_towards,
     movement,
     movement_from_zero,
 )
-from headwater.common.compression.terms import planned_difference_bytes
+from headwater.common.compression.terms import DifferenceMethod, planned_difference_bytes
 from headwater.common.errors import CorruptUpdate, ProtocolMismatch
 from headwater.common.model.vectors import CHUNK
 
 LENGTH = CHUNK + 1030
-METHODS: tuple[DifferenceMethod, ...] = ("bfloat16", "int8")
+METHODS: tuple[DifferenceMethod, ...] = ("bfloat16", "int8", "int4", "int2", "int1")
 # The part of a difference that its rounding may lose, of the largest in its block: int8 has steps
 # of at most 2/15 of it, and loses half a step.
-LOST = {"bfloat16": 2.0**-8, "int8": 1 / 15}
+LOST: dict[DifferenceMethod, float] = {"bfloat16": 2.0**-8, "int8": 1 / 15}
+# Of its norm, if its coordinates are normal numbers or what was lost of such.
+LOST_OF_NORM: dict[DifferenceMethod, float] = {"int4": 0.6, "int2": 0.7, "int1": 0.8}
 
 
 def vector(seed: int) -> Tensor:
@@ -57,7 +58,7 @@ def test_a_device_holds_the_servers_bits_in_whatever_parts_a_difference_arrives(
     assert torch.equal(device_P, server_P)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LOST)
 def test_what_a_difference_loses_comes_with_the_next(method: DifferenceMethod) -> None:
     base_P, target_P = vector(0), vector(1)
     for _ in range(4):
@@ -65,6 +66,15 @@ def test_what_a_difference_loses_comes_with_the_next(method: DifferenceMethod) -
         move_towards(base_P, target_P, method)
         # A part of what was missing, and the rounding of float32 in both subtractions.
         assert (target_P - base_P).abs().max() <= LOST[method] * before + 2.0**-20
+
+
+@pytest.mark.parametrize("method", LOST_OF_NORM)
+def test_what_few_bits_lose_comes_with_the_next(method: DifferenceMethod) -> None:
+    base_P, target_P = vector(0), vector(1)
+    for _ in range(4):
+        before = (target_P - base_P).norm()
+        move_towards(base_P, target_P, method)
+        assert (target_P - base_P).norm() <= LOST_OF_NORM[method] * before
 
 
 def test_a_device_that_missed_rounds_gets_their_sum_and_the_same_bits() -> None:
@@ -82,6 +92,19 @@ def test_a_device_that_missed_rounds_gets_their_sum_and_the_same_bits() -> None:
     # Four independent movements are about twice as large as one: a bit more of eight.
     assert len(total) < 1.01 * planned_difference_bytes("int8", LENGTH)
     assert len(total) < 0.4 * sum(map(len, differences))
+
+
+@pytest.mark.parametrize("method", ["bfloat16", "int4", "int2", "int1"])
+def test_differences_in_turn_lead_to_the_same_bits(method: DifferenceMethod) -> None:
+    values_P = vector(0)
+    away_P, data = values_P.clone(), bytearray()
+    for number in range(1, 4):
+        data += moved(values_P, vector(number), method)
+    reader = reader_of(away_P, method)
+    for start in range(0, len(data), 100_003):
+        reader.add(data[start : start + 100_003])
+    assert reader.is_complete
+    assert torch.equal(away_P, values_P)
 
 
 def test_a_device_that_holds_nothing_gets_the_difference_to_zero() -> None:
@@ -116,7 +139,10 @@ def test_a_difference_that_is_too_long_is_refused() -> None:
     ("method", "num_bytes", "text"),
     [
         ("float8", 10, "sent a model in 'float8'"),
-        ("bfloat16", 19, "has 19 bytes, expected 20"),
+        ("bfloat16", 19, "has 19 bytes, expected at most 40, in differences of 20 each"),
+        ("int4", 0, "has 0 bytes, expected at most 40, in differences of 9 each"),
+        ("int2", 6, "has 6 bytes, expected at most 40, in differences of 7 each"),
+        ("int1", 42, "has 42 bytes, expected at most 40, in differences of 6 each"),
         ("int8", 41, "has 41 bytes, expected at most 40"),
     ],
 )

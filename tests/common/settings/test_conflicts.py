@@ -84,6 +84,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {**plan(follow_noise_scale=True), "aggregation": {"rule": "krum"}},
         "--aggregation krum",
     ),
+    "few bits and the noise scale": (
+        {**plan(follow_noise_scale=True), "compression": {"up": "int2"}},
+        "--compress int2",
+    ),
     "masks and a robust rule": ({**MASKS, "aggregation": {"rule": "median"}}, "--aggregation"),
     "masks and a small quota": (
         {**MASKS, **plan(accumulation_steps=1, micro_batch_size=2)},

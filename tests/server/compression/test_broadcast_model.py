@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from headwater.common.compression.model_difference import (
     METHODS,
-    DifferenceMethod,
     DifferenceReader,
 )
+from headwater.common.compression.terms import DifferenceMethod, planned_difference_bytes
 from headwater.common.model.parameters import ModelImage
 from headwater.server.compression.broadcast_model import BroadcastModel
 
@@ -100,20 +103,50 @@ def test_the_broadcast_model_follows_each_version_once() -> None:
         assert bytes(broadcast.buffer()) == held
 
 
-def test_in_bfloat16_the_first_model_is_the_servers_and_only_the_version_before_is_served() -> None:
+@pytest.mark.parametrize("method", ["bfloat16", "int4", "int2", "int1"])
+def test_the_first_model_is_the_servers_and_goes_whole_to_a_device_that_holds_none(
+    method: DifferenceMethod,
+) -> None:
     image = ModelImage(nn.Linear(30, 40))
-    broadcast = broadcast_of(image, "bfloat16")
+    broadcast = broadcast_of(image, method)
     broadcast.follow(0)
     assert broadcast.digest == image.digest
     assert broadcast.difference_from("") is None
     moved(image, 0)
     broadcast.follow(1)
-    latest = broadcast._latest
-    assert latest is not None
-    assert broadcast.difference_from(latest.base_id) is latest
-    moved(image, 1)
-    broadcast.follow(2)
-    assert broadcast.difference_from(latest.base_id) is None
+    assert broadcast.difference_from("") is None
+
+
+@pytest.mark.parametrize(("method", "most_missed"), [("bfloat16", 1), ("int4", 7), ("int2", 15)])
+def test_a_device_is_sent_what_it_missed_while_that_is_shorter_than_the_model(
+    method: DifferenceMethod, most_missed: int
+) -> None:
+    image = ModelImage(nn.Linear(30, 40))
+    broadcast = broadcast_of(image, method)
+    broadcast.follow(0)
+    held_id = hashlib.sha256(broadcast.buffer()).hexdigest()
+    first = bytes(broadcast.buffer())
+    for version in range(1, most_missed + 2):
+        moved(image, version)
+        broadcast.follow(version)
+        if version > most_missed:
+            assert broadcast.difference_from(held_id) is None
+            continue
+        device = Device(len(image.values_P))
+        device.held_id, device.values[:] = held_id, np.frombuffer(first, dtype=np.float32)
+        assert device.receive(broadcast) == version * planned_difference_bytes(
+            method, len(image.values_P)
+        )
+
+
+def test_the_latest_difference_stays_beyond_the_limit_where_none_leads_from_zero() -> None:
+    image = ModelImage(nn.Linear(30, 40))
+    broadcast = broadcast_of(image, "int4", history_bytes=1)
+    for version in range(3):
+        held_id = hashlib.sha256(broadcast.buffer()).hexdigest()
+        broadcast.follow(version)
+        moved(image, version)
+    assert broadcast.difference_from(held_id) is not None
 
 
 def test_a_restored_broadcast_model_sends_the_difference_to_what_devices_hold() -> None:
