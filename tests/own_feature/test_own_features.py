@@ -148,23 +148,15 @@ def test_a_loss_of_the_received_model_is_that_of_a_plain_loop(tmp_path: Path) ->
         values_P = values_P - 0.5 * torch.stack(sums).mean(0)
 
 
-@pytest.mark.parametrize("engine", ["in-process", "grpc"])
-def test_a_sum_beside_the_model_s_is_exact(tmp_path: Path, engine: str) -> None:
-    seen = labels_seen(
-        tmp_path, accumulation_steps=4, micro_batch_size=10, settings={"simulation.engine": engine}
-    )
+@pytest.mark.parametrize("settings", [{}, {"simulation.engine": "grpc", "compression.up": "int8"}])
+def test_a_sum_beside_the_model_s_is_exact_also_where_that_one_is_encoded(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    seen = labels_seen(tmp_path, accumulation_steps=4, micro_batch_size=10, settings=settings)
     labels = torch.cat(
         [Signs().train_examples(data=None, part=p, num_parts=4)[:][1] for p in range(4)]
     )
     assert seen == [torch.bincount(labels, minlength=2).tolist()] * 3
-
-
-def test_a_sum_beside_an_encoded_model_s_is_exact(tmp_path: Path) -> None:
-    settings = {"simulation.engine": "grpc", "compression.up": "int8"}
-    more: dict[str, Any] = {"accumulation_steps": 4, "micro_batch_size": 10}
-    assert labels_seen(tmp_path / "int8", settings=settings, **more) == labels_seen(
-        tmp_path / "plain", **more
-    )
 
 
 def test_a_sum_of_another_length_is_no_update_and_the_run_says_so() -> None:
@@ -208,11 +200,15 @@ MASKED: dict[str, Any] = {"secure_aggregation": "semi-honest", "clients": 5}
     ],
 )
 def test_a_masked_sum_beside_the_model_s_is_the_one_in_clear(
-    tmp_path: Path, settings: dict[str, Any]
+    tmp_path: Path, in_clear: list[list[float]], settings: dict[str, Any]
 ) -> None:
-    plain = seen_in(tmp_path / "plain", "Thirds", clients=5, **FIXED)
-    assert seen_in(tmp_path / "masked", "Thirds", **MASKED, **FIXED, settings=settings) == plain
-    assert plain[0][0] % 1  # it is no whole number, which any scale would hold
+    assert seen_in(tmp_path / "masked", "Thirds", **MASKED, **FIXED, settings=settings) == in_clear
+    assert in_clear[0][0] % 1  # it is no whole number, which any scale would hold
+
+
+@pytest.fixture(scope="module")
+def in_clear(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    return seen_in(tmp_path_factory.mktemp("plain"), "Thirds", clients=5, **FIXED)
 
 
 def test_scaffold_under_masks_is_that_of_a_plain_loop() -> None:
@@ -334,8 +330,14 @@ def test_a_mean_is_weighed_as_the_model_s_under_dataset_weighting(tmp_path: Path
     assert seen == [[1.0, 3.0]] * 4
 
 
-@pytest.mark.parametrize("engine", ["in-process", "grpc"])
-@pytest.mark.parametrize(("every", "expected"), [(1, [3, 6, 9, 12]), (2, [3, None, 6, None])])
+@pytest.mark.parametrize(
+    ("engine", "every", "expected"),
+    [
+        ("in-process", 1, [3, 6, 9, 12]),
+        ("in-process", 2, [3, None, 6, None]),
+        ("grpc", 2, [3, None, 6, None]),
+    ],
+)
 def test_a_device_s_state_goes_on_from_round_to_round(
     tmp_path: Path, engine: str, every: int, expected: list[int | None]
 ) -> None:
@@ -404,12 +406,13 @@ def test_a_feature_is_not_asked_for_sums_of_no_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["in-process", "grpc"])
-def test_sums_and_terms_are_the_same_in_one_process_and_over_a_wire(
-    tmp_path: Path, engine: str
-) -> None:
+def test_sums_are_the_same_in_one_process_and_over_a_wire(tmp_path: Path, engine: str) -> None:
     settings = {"simulation.engine": engine}
-    assert seen_in(tmp_path / "sharp", "Sharp", settings=settings) == [[3 * 2.0**24] * 4] * 4
-    assert seen_in(tmp_path / "spoils", "Spoils", settings=settings) == [[3.0]] * 4
+    assert seen_in(tmp_path, "Sharp", settings=settings) == [[3 * 2.0**24] * 4] * 4
+
+
+def test_what_one_device_changes_no_other_sees_in_one_process_either(tmp_path: Path) -> None:
+    assert seen_in(tmp_path, "Spoils") == [[3.0]] * 4
 
 
 def test_a_feature_works_in_several_processes(tmp_path: Path) -> None:
@@ -427,6 +430,7 @@ def test_a_feature_that_raises_is_named_and_the_run_goes_on_where_it_was(tmp_pat
     assert saved.progress.round == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["TooLong", "TensorTooLong"])
 def test_plans_that_are_too_long_end_the_run_with_a_named_error(
     tmp_path: Path, feature: str

@@ -227,7 +227,8 @@ def test_a_learning_rate_of_one_s_own() -> None:
     assert {100.0, 200.0} == set(rates)
 
 
-@pytest.mark.parametrize("name", ["QFair", "FedDyn", "Ditto", "Clusters", "LowRank"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FedDyn", "Ditto", "Clusters", "LowRank"])
 def test_they_have_the_same_bits_over_a_network(tmp_path: Path, name: str) -> None:
     here = Path(research.__file__)
     task = f"{here}:OneMatrix" if name == "LowRank" else SIGNS
