@@ -24,6 +24,8 @@ PRESETS = {
     "fedavg": Preset(epochs=1),
     # Li et al. 2020, algorithm 2.
     "fedprox": Preset(epochs=1, proximal=0.1),
+    # Hsu et al. 2019: server momentum; 0.3 is what served AdamW inside (benchmarks.bytes_to_loss).
+    "fedavgm": Preset(steps=50, optimizer="adamw", server_arguments={"momentum": 0.3}),
     # Douillard et al. 2023, algorithm 1: AdamW inside, Nesterov momentum outside.
     "diloco": Preset(
         steps=50,

@@ -154,7 +154,7 @@ class PlanSettings(Branch):
 class LocalSettings(Branch):
     """Local training: several steps on each device in a round (docs/local.md)."""
 
-    algorithm: Literal["exact", "fedavg", "fedprox", "diloco"] = setting(
+    algorithm: Literal["exact", "fedavg", "fedprox", "fedavgm", "diloco"] = setting(
         "exact",
         "exact sums, or local steps (docs/local.md)",
         "--algorithm",
@@ -163,7 +163,7 @@ class LocalSettings(Branch):
     steps: Steps | None = setting(
         None,
         "H, the local steps of a device in a round: their mean over the devices, faster ones take "
-        "more; 1: the exact sum; not set: 50 with diloco",
+        "more; 1: the exact sum; not set: 50 with fedavgm and diloco",
         "--local-steps",
     )
     epochs: Count | None = setting(
@@ -179,7 +179,7 @@ class LocalSettings(Branch):
     )
     optimizer: Name | None = setting(
         None,
-        "class of torch.optim for the local steps; not set: sgd, adamw with diloco",
+        "class of torch.optim for the local steps; not set: sgd, adamw with fedavgm and diloco",
         "--local-optimizer",
     )
     arguments: dict[str, bool | int | float | list[float]] = setting(

@@ -85,6 +85,7 @@ def candidates(server: OptimizerSettings) -> tuple[Candidate, ...]:
         "fedavg E=1": {ALGORITHM: "fedavg", EPOCHS: 1},
         "fedavg E=5": {ALGORITHM: "fedavg", EPOCHS: 5},
         "fedprox E=5": {ALGORITHM: "fedprox", EPOCHS: 5},
+        "fedavgm": {ALGORITHM: "fedavgm"},
         "diloco": {ALGORITHM: "diloco"},
     }
     return (

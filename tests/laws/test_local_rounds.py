@@ -171,6 +171,7 @@ def test_five_epochs_use_every_example_five_times() -> None:
         ({"local__algorithm": "fedprox", "optimizer__name": "sgd"}, "sgd", 1.0),
         ({"local__algorithm": "fedavg", "optimizer__name": "adam"}, "adam", 0.01),
         ({"local__algorithm": "fedavg", "optimizer__learning_rate": 0.5}, "sgd", 0.5),
+        ({"local__algorithm": "fedavgm"}, "sgd", 1.0),
         ({"local__algorithm": "diloco"}, "sgd", 0.7),
         ({"local__algorithm": "diloco", "optimizer__learning_rate": 0.5}, "sgd", 0.5),
     ],
@@ -182,9 +183,15 @@ def test_the_server_s_rate_is_one_with_local_steps_unless_the_user_sets_it(
     assert (optimizer.name, optimizer.rate) == (name, rate)
 
 
-def test_diloco_is_adamw_inside_and_nesterov_momentum_outside() -> None:
-    settings = chosen(local__algorithm="diloco")
-    assert settings.server_optimizer.arguments == {"momentum": 0.9, "nesterov": True}
+@pytest.mark.parametrize(
+    ("algorithm", "outside"),
+    [("diloco", {"momentum": 0.9, "nesterov": True}), ("fedavgm", {"momentum": 0.3})],
+)
+def test_presets_of_long_rounds_are_adamw_inside_and_momentum_outside(
+    algorithm: str, outside: dict[str, Any]
+) -> None:
+    settings = chosen(local__algorithm=algorithm)
+    assert settings.server_optimizer.arguments == outside
     (terms,) = {how.text for plan in planned(settings).values() if (how := local_of(plan).how)}
     assert '"optimizer": "adamw"' in terms
 

@@ -18,7 +18,7 @@ from headwater.simulation.sweep.grid import SweepRun
 from headwater.simulation.sweep.worker import RESULT
 
 TASK = "tests/tasks.py:TwoLayers"
-NAMES = ["exact", "fedavg E=1", "fedavg E=5", "fedprox E=5", "diloco"]
+NAMES = ["exact", "fedavg E=1", "fedavg E=5", "fedprox E=5", "fedavgm", "diloco"]
 
 
 def comparison(
@@ -70,7 +70,9 @@ def end_all(found: Comparison, value: Callable[[SweepRun], float]) -> list[Sweep
 
 def nearness(run: SweepRun) -> float:
     """Return an accuracy that is the better, the nearer the rate is to the default's."""
-    middle = {"exact": 0.01, "diloco": 0.001}.get(run.settings.local.algorithm, 0.1)
+    middle = {"exact": 0.01, "fedavgm": 0.001, "diloco": 0.001}.get(
+        run.settings.local.algorithm, 0.1
+    )
     return 0.9 - abs(math.log10(rate_of(run) / middle)) / 10
 
 
@@ -104,7 +106,7 @@ def test_every_run_ends_once_and_its_standing_says_what_the_search_cost(tmp_path
     ended = end_all(found, nearness)
     assert len(ended) == len({run.folder for run in ended}) == found.num_expected
     standings = found.standings()
-    assert [one.rate for one in standings] == [0.01, 0.1, 0.1, 0.1, 0.001]
+    assert [one.rate for one in standings] == [0.01, 0.1, 0.1, 0.1, 0.001, 0.001]
     for one in standings:
         assert len(one.tried) == 3
         assert one.search_cost == {"rounds": 9, "bytes": 900, "examples": 72, "seconds": 4.5}
