@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from headwater.common.errors import FeatureMissing
 
@@ -135,6 +136,12 @@ class Terms(BaseModel):
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent."""
         return num_values
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of the tensors that the plan brings beside the model."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return sum(4 * one.numel() for one in values if isinstance(one, Tensor))
 
     def update_bytes(self, num_values: int) -> int | None:
         """Return the bytes of the update's vector; None: as of the other terms, or of float32."""

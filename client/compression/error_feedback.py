@@ -49,6 +49,7 @@ from torch import Tensor
 from headwater.client.compression.residual_slots import residual_slots_of
 from headwater.client.flower.request import DeviceRequest
 from headwater.common.compression.encoding import coding_of
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
 from headwater.common.model.vectors import CHUNK, all_finite
@@ -160,7 +161,7 @@ class ErrorFeedback:
             StateError: see ``encode``. Whether it is raised does not depend on an example.
         """
         coding, stored = coding_of(plan), self._stored()
-        positions = coding.positions(len(values_P))
+        projection = coding.projection(len(values_P))
         plain = [one for one in stored if one.label is None]
         base = self._masked(stored, was_masked) or self._counted(plain, plan)
         if base is not None:
@@ -170,7 +171,7 @@ class ErrorFeedback:
             values_P.zero_()
             if base is not None:
                 add_in_chunks(values_P, base.values_P)
-        sent_K = positions.gather(values_P)
+        sent_K = projection.gather(values_P)
         if not is_usable:
             sent_K.zero_()
         place = _next_place(base, stored)
@@ -287,8 +288,12 @@ def _left_weight(base: _Residual | None, weight: int, plan: Plan, num_values: in
     """Return the carried weight of what an update of a weight leaves, rounded up.
 
     A round that comes again has the same random coordinates: of what waits, it sends nothing more.
+    Of a matrix a factor may send nothing that waits.
     """
     carried = 0 if base is None else base.carried_weight
+    terms = plan.of(CompressionTerms)
+    if terms is not None and terms.method == "low-rank":
+        return carried + weight
     staying = carried if base is not None and base.round == plan.round else 0
     num_left = num_values - plan.num_sent(num_values)
     return staying - (-(carried - staying + weight) * num_left // max(num_values, 1))

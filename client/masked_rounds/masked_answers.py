@@ -269,7 +269,7 @@ def _add_pending(
     )
     record = read_record(records.load_state(context, SECURE))
     if plan.of(CompressionTerms) is not None:
-        unmasked, carried = _random_coordinates(request, plan, unmasked, device, record)
+        unmasked, carried = _projected(request, plan, unmasked, device, record)
         device = replace(device, carried_weight=carried)
     session = SecureSession(
         device,
@@ -284,7 +284,7 @@ def _add_pending(
         suspended_of(request).add(session)
 
 
-def _random_coordinates(
+def _projected(
     request: DeviceRequest,
     plan: Plan,
     update: UnmaskedUpdate,
@@ -323,6 +323,6 @@ def _random_coordinates(
             was_masked=was_masked,
         )
     else:
-        sent_K, carried = coding.positions(len(values_P)).gather(values_P), 0
+        sent_K, carried = coding.projection(len(values_P)).gather(values_P), 0
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
     return replace(update, values_P=sent_K, numbers=numbers), carried

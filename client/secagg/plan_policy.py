@@ -72,13 +72,16 @@ def check_plan(
     terms, privacy = plan.of(CompressionTerms), plan.of(PrivacyTerms)
     asked = plan.of(MaskingTerms) or MaskingTerms()
     if terms is not None and (
-        terms.method != "random-k" or terms.fraction < MIN_MASKED_FRACTION or privacy is not None
+        terms.method not in ("random-k", "low-rank")
+        or terms.sent_share < MIN_MASKED_FRACTION
+        or privacy is not None
     ):
         raise MaskingTooWeak(
-            f"{name}, round {plan.round}: the plan sends {terms.method} of "
-            f"{terms.fraction:g}, and a masked update without "
-            f"noise sends all coordinates, or random-k of at least {MIN_MASKED_FRACTION:g}",
-            remedy="use --compress random-k on the server, with a larger --compress-fraction",
+            f"{name}, round {plan.round}: the plan sends {terms.sent_share:.2g} of an update, in "
+            f"{terms.method}, and a masked update without noise sends all coordinates, or random "
+            f"ones or factors of at least {MIN_MASKED_FRACTION:g}",
+            remedy="use --compress low-rank or random-k on the server, with a larger "
+            "--compress-rank or --compress-fraction",
         )
     if (plan.carries_state or has_own_parameters) and secure.aggregation == "active":
         raise MaskingTooWeak(

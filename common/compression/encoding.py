@@ -13,6 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from headwater.common.compression.few_bits import decoded_few_bits, encode_few_bits
+from headwater.common.compression.low_rank import (
+    SharedFactors,
+    decoded_factors,
+    encode_factors,
+)
 from headwater.common.compression.random_coordinates import (
     SharedPositions,
     decoded_random,
@@ -54,6 +59,8 @@ class Coding:
                 return encode_top(values_P, self.terms.num_sent(values_P.numel()))
             case "random-k":
                 return encode_random(values_P, self.positions(values_P.numel()))
+            case "low-rank":
+                return encode_factors(values_P, self._factors(values_P.numel()))
 
     def read(
         self, data: memoryview | bytes | bytearray, name: str, num_values: int
@@ -83,6 +90,17 @@ class Coding:
                 return decoded_top(memory, num_values, self.terms.num_sent(num_values), name=name)
             case "random-k":
                 return decoded_random(memory, self.positions(num_values))
+            case "low-rank":
+                return decoded_factors(memory, self._factors(num_values))
+
+    def projection(self, num_values: int) -> SharedPositions | SharedFactors:
+        """Return what all devices of the round send of a vector: it adds up, also under masks."""
+        if self.terms.method == "low-rank":
+            return self._factors(num_values)
+        return self.positions(num_values)
+
+    def _factors(self, num_values: int) -> SharedFactors:
+        return SharedFactors(self.terms, num_values)
 
     def positions(self, num_values: int) -> SharedPositions:
         """Return the positions that random-k sends in the round."""

@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headwater.common.settings.rounds import CompressionSettings
+from headwater.common.sums.tensor_field import Values
 from headwater.common.terms import Terms
 
 FewBits = Literal["int4", "int2", "int1"]
-Method = Literal["bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k"]
+Method = Literal["bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k", "low-rank"]
 DifferenceMethod = Literal["bfloat16", "int8", "int4", "int2", "int1"]
 """How a model is sent as a difference to another."""
+
+Side = Literal["left", "right"]
+Place = Annotated[int, Field(ge=0, le=2**48)]
+Length = Annotated[int, Field(ge=1, le=2**40)]
+MAX_MATRICES = 1 << 16
 
 FEW_BITS: Final[Mapping[FewBits, int]] = {"int4": 4, "int2": 2, "int1": 1}
 BLOCK = 1024
 """Coordinates that share a scale, a float32: 0.03 bits more for each coordinate."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
+
+
+class Matrix(NamedTuple):
+    """A matrix in the vector, row by row from the coordinate ``start``."""
+
+    start: Place
+    rows: Length
+    columns: Length
+
+    @property
+    def end(self) -> int:
+        """The coordinate behind its last one."""
+        return self.start + self.rows * self.columns
+
+    def rank(self, most: int) -> int:
+        """Return the rank of its factors, which have at most ``most``."""
+        return min(most, self.rows, self.columns)
+
+    def length_of_basis(self, terms: CompressionTerms) -> int:
+        """Return the number of values of the columns that all devices share."""
+        return self.rank(terms.rank) * (self.columns if terms.side == "right" else self.rows)
+
+    def length_of_factor(self, terms: CompressionTerms) -> int:
+        """Return the number of values that are sent of it."""
+        return self.rank(terms.rank) * (self.rows if terms.side == "right" else self.columns)
 
 
 class CompressionTerms(Terms):
@@ -34,6 +65,21 @@ class CompressionTerms(Terms):
         0.1, description="of the coordinates that top-k and random-k send"
     )
     feedback: bool = Field(True, description="add what was not sent to the device's next update")
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, description="the columns of a factor in low-rank, at most"
+    )
+    matrices: Annotated[tuple[Matrix, ...], Field(max_length=MAX_MATRICES)] = Field(
+        (), description="the matrices of which low-rank sends a factor, in the vector's order"
+    )
+    side: Side | None = Field(None, description="of the matrices the shared columns of low-rank")
+    basis: Values | None = Field(None, description="those columns, of one matrix after another")
+
+    @model_validator(mode="after")
+    def _check_low_rank(self) -> Self:
+        is_whole = self.side is not None and self.basis is not None
+        if is_whole != (self.method == "low-rank"):
+            raise ValueError("low-rank has a side and columns, and no other method has")
+        return self
 
     @property
     def carries_state(self) -> bool:
@@ -44,12 +90,23 @@ class CompressionTerms(Terms):
         """Whether only a part of the coordinates is sent."""
         return self.method in ("top-k", "random-k")
 
+    @property
+    def sent_share(self) -> float:
+        """The least share that is sent of a coordinate, or of a matrix."""
+        if self.method != "low-rank":
+            return self.fraction if self.is_sparse else 1.0
+        shares = (one.length_of_factor(self) / (one.rows * one.columns) for one in self.matrices)
+        return min(shares, default=1.0)
+
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent; at least one of a vector that has any.
 
         The same fraction as a decimal gives the same number on every machine: the product is
         rounded to nine places before it is rounded up.
         """
+        if self.method == "low-rank":
+            saved = (one.rows * one.columns - one.length_of_factor(self) for one in self.matrices)
+            return max(num_values - sum(saved), 0)
         if not self.is_sparse:
             return num_values
         return min(math.ceil(round(self.fraction * num_values, 9)), num_values)
@@ -72,8 +129,11 @@ class CompressionTerms(Terms):
 
 
 def terms_of(settings: CompressionSettings) -> CompressionTerms | None:
-    """Return what a plan says of compression; None if updates are sent in float32."""
-    if settings.up == "off":
+    """Return what a plan says of compression; None if updates are sent in float32, or low-rank.
+
+    Of the latter a run's rounds say more (``server.compression.low_rank_rounds``).
+    """
+    if settings.up in ("off", "low-rank"):
         return None
     return CompressionTerms(
         method=settings.up, fraction=settings.fraction, feedback=settings.feedback

@@ -80,7 +80,7 @@ def check_together(
             )
         )
     if compression.up != "off":
-        found += _of_compression(compression, plan, aggregation, secure, privacy)
+        found += _of_compression(compression, plan, aggregation, secure, privacy, asynchronous)
     found += _of_asynchronous(
         *(asynchronous, plan, cohort, aggregation, compression, secure, privacy),
         *(evaluation, simulation),
@@ -287,6 +287,7 @@ def _of_compression(
     aggregation: AggregationSettings,
     secure: SecureSettings,
     privacy: PrivacySettings,
+    asynchronous: AsynchronousSettings,
 ) -> Iterator[SettingsError]:
     """Yield what a compressed update does not go with (docs/bytes.md)."""
     up = compression.up
@@ -296,12 +297,12 @@ def _of_compression(
             "computed for updates that count in one round alone",
             remedy="leave out --compress, or the privacy; --compress-down goes with both",
         )
-    if secure.aggregation != "off" and up != "random-k":
+    if secure.aggregation != "off" and up not in ("random-k", "low-rank"):
         yield SettingsError(
             f"--compress {up} encodes each update by itself, and masked updates are added in a "
             "ring",
-            remedy="use --ring-bits 16 instead of --compress, or --compress random-k, which sends "
-            "the same coordinates of all",
+            remedy="use --ring-bits 16 instead of --compress; or --compress low-rank, or random-k, "
+            "which send the same of all",
         )
     if secure.aggregation == "active" and compression.feedback:
         yield SettingsError(
@@ -309,13 +310,20 @@ def _of_compression(
             "that under active masks: a server that lies can have it come from one of them alone",
             remedy="use --ring-bits 16, or compression.feedback = false, with which it is lost",
         )
-    if secure.aggregation != "off" and compression.fraction < MIN_MASKED_FRACTION:
+    is_few = up == "random-k" and compression.fraction < MIN_MASKED_FRACTION
+    if secure.aggregation != "off" and is_few:
         yield SettingsError(
             f"--compress-fraction {compression.fraction:g}: devices mask at least "
             f"{MIN_MASKED_FRACTION:g} of the coordinates",
             remedy=f"use {MIN_MASKED_FRACTION:g} or more",
         )
-    is_sparse = up in ("top-k", "random-k")
+    if up == "low-rank" and asynchronous.is_on:
+        yield SettingsError(
+            "--compress low-rank has columns that all devices of a round share, and in "
+            "asynchronous rounds updates of several rounds are added",
+            remedy="leave out --asynchronous, or use --compress int4",
+        )
+    is_sparse = up in ("top-k", "random-k", "low-rank")
     if is_sparse and aggregation.rule != "sum":
         yield SettingsError(
             f"--aggregation {aggregation.rule} compares updates coordinate by coordinate, and "

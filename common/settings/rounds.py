@@ -90,11 +90,17 @@ class AggregationSettings(Branch):
 class CompressionSettings(Branch):
     """Fewer bytes for updates and models (docs/bytes.md)."""
 
-    up: Literal["off", "bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k"] = setting(
+    up: Literal[
+        "off", "bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k", "low-rank"
+    ] = setting(
         "off",
-        "send updates in fewer bytes: rounded to 16, 8, 4, 2 or 1 bits, or only the largest or "
-        "random coordinates; what is not sent is kept and added to the device's next update",
+        "send updates in fewer bytes: rounded to 16, 8, 4, 2 or 1 bits, only the largest or random "
+        "coordinates, or factors of matrices; what is not sent is kept and added to the device's "
+        "next update",
         "--compress",
+    )
+    rank: Count = setting(
+        4, "columns of a matrix's factor that low-rank sends", "--compress-rank", le=4096
     )
     fraction: Part = setting(
         0.1, "of the coordinates that top-k and random-k send", "--compress-fraction"

@@ -11,8 +11,7 @@ class CompressedPlans(PlanningFeature):
     """Says how updates are encoded, and how much less is moved."""
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
-        settings = self.settings
-        return download_bytes(settings, num_values), upload_bytes(settings, num_values)
+        return download_bytes(self.settings, self.layout), upload_bytes(self.settings, self.layout)
 
     def write(self, drafts: DraftPlans) -> None:
         if (terms := terms_of(self.settings.compression)) is not None:

@@ -205,6 +205,10 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: settings.compression.down != "off",
         "headwater.server.compression.compressed_rounds:CompressedRounds",
     ),
+    "low_rank": (
+        lambda settings: settings.compression.up == "low-rank",
+        "headwater.server.compression.low_rank_rounds:LowRankRounds",
+    ),
     "robust": (
         lambda settings: settings.aggregation.rule != "sum",
         "headwater.server.robust.robust_rounds:RobustRounds",

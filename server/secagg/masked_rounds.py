@@ -307,7 +307,7 @@ class MaskedRounds(RunFeature):
         self.summed_at = model_digest
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
-            cohort.coding.positions(num_values).scatter_add(done.mean_P, mean_P)
+            cohort.coding.projection(num_values).scatter_add(done.mean_P, mean_P)
             return replace(done, mean_P=mean_P)
         if total.numbers[NUM_ZERO] == 0:  # see there; a rotation leaves no tensor at zero
             spans = self._image.layout.spans

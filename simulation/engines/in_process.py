@@ -159,6 +159,7 @@ class LocalFleet:
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
+        self._bytes_down += sum(plan.tensor_bytes for plan in plans.values() if plan.terms)
         self._note((one.name for one in called), "computing")
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
@@ -173,7 +174,7 @@ class LocalFleet:
             if isinstance(answer, Update):  # with the sums beside the model's, or without its own
                 self._bytes_up += plans[answer.name].update_bytes(num_values)
             else:
-                self._bytes_up += num_updates * moved_bytes(self._settings, num_values)[1]
+                self._bytes_up += num_updates * moved_bytes(self._settings, image.layout)[1]
             if isinstance(answer, Update):
                 answer = self._after_absence(answer)
             if isinstance(answer, Update) and _is_late(answer, timeout_seconds):

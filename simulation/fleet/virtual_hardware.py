@@ -192,13 +192,14 @@ class VirtualHardware:
         )
 
 
-def moved_bytes(settings: Settings, num_values: int) -> tuple[int, int]:
+def moved_bytes(settings: Settings, layout: ModelLayout) -> tuple[int, int]:
     """Return the bytes that a round moves for a device, down and up, as planned."""
+    num_values = layout.num_parameters
     modes = settings.compression.down, settings.compression.up, settings.secure.aggregation
     if all(mode == "off" for mode in modes):
         return 4 * num_values, 4 * num_values
     planned = part_of("headwater.common.compression.planned_bytes")
-    return planned.download_bytes(settings, num_values), planned.upload_bytes(settings, num_values)
+    return planned.download_bytes(settings, layout), planned.upload_bytes(settings, layout)
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
@@ -274,12 +275,11 @@ def build_hardware(
     if slowdown != 1:
         rate = device.upload_bytes_per_second / slowdown
         current = replace(device, upload_bytes_per_second=rate)
-    num_values = layout.num_parameters
     hardware = VirtualHardware(
         current,
         layout.num_parameters,
         num_local=layout.num_local,
-        transfer_bytes=sum(moved_bytes(settings, num_values)),
+        transfer_bytes=sum(moved_bytes(settings, layout)),
         jitter_seed=jitter_seed,
         is_on_battery=is_on_battery,
         client_settings=settings.client,

@@ -171,11 +171,67 @@ def test_a_resumed_masked_run_sends_what_was_left_out_before(tmp_path: Path) -> 
     assert not torch.equal(model(tmp_path / "whole"), model(tmp_path / "without"))
 
 
+LOW_RANK: dict[str, Any] = {"compression__up": "low-rank", "compression__rank": 8}
+
+
+@pytest.mark.parametrize("masks", [{}, SEMI_HONEST])
+def test_a_resumed_low_rank_run_goes_on_with_the_columns_of_its_last_sum(
+    tmp_path: Path, masks: dict[str, Any]
+) -> None:
+    chosen = LOW_RANK | masks
+    simulate(tmp_path / "whole", **chosen)
+    simulate(tmp_path / "halves", **chosen, rounds=2)
+    simulate(tmp_path / "halves", **chosen, resume=True)
+    assert torch.equal(model(tmp_path / "whole"), model(tmp_path / "halves"))
+    simulate(tmp_path / "other", **chosen, rounds=2)
+    simulate(tmp_path / "other", **chosen | {"compression__rank": 6}, resume=True)
+    assert not torch.equal(model(tmp_path / "whole"), model(tmp_path / "other"))
+
+
+def test_masked_factors_have_the_sum_of_plain_ones(tmp_path: Path) -> None:
+    sgd: dict[str, Any] = LOW_RANK | {"optimizer__name": "sgd", "plan__accumulation_steps": 2}
+    simulate(tmp_path / "plain", **sgd)
+    simulate(tmp_path / "masked", **sgd | SEMI_HONEST)
+    plain, masked = model(tmp_path / "plain"), model(tmp_path / "masked")
+    moved = (plain - initial()).norm()
+    assert (plain - masked).norm() < 2.0**-7 * moved  # plain factors are rounded to bfloat16
+
+
+def test_low_rank_updates_train_in_few_bytes(tmp_path: Path) -> None:
+    rounds: dict[str, Any] = {"rounds": 20, "optimizer__name": "adam"}
+    plain = simulate(tmp_path / "plain", **rounds)
+    small = simulate(tmp_path / "small", **rounds, **LOW_RANK)
+    assert small[-1].metrics["test_accuracy"] > plain[-1].metrics["test_accuracy"] - 0.04
+    assert sum(row.bytes_up for row in small) < 0.15 * sum(row.bytes_up for row in plain)
+    columns = [row.bytes_down - 4 * 38_440 for row in small[:2]]  # of four devices
+    assert columns == [4 * 4 * 8 * 64, 4 * 4 * 8 * 128]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        ({"compression__rank": 40}, "shortens no parameter"),
+        (SEMI_HONEST | {"compression__rank": 1}, "use --compress-rank 2|mask at least"),
+        ({"asynchronous__is_on": True}, "asynchronous rounds"),
+        ({"aggregation__rule": "median"}, "--aggregation"),
+        ({"secure__aggregation": "active"}, "active masks"),
+    ],
+)
+def test_what_does_not_go_with_low_rank_is_refused(
+    tmp_path: Path, chosen: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SettingsError, match=text):
+        simulate(tmp_path, **LOW_RANK | chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [
         {"compression__up": "int8", "cohort__size": 2, "rounds": 4},
+        {"compression__up": "int2", "compression__down": "int4", "cohort__size": 2, "rounds": 4},
+        LOW_RANK | {"cohort__size": 2, "rounds": 4},
+        LOW_RANK | SEMI_HONEST | {"cohort__size": 3, "rounds": 4},
         {"compression__up": "top-k", "cohort__size": 2, "rounds": 4},
         RANDOM | SEMI_HONEST | {"cohort__size": 3, "rounds": 4},
     ],
@@ -184,7 +240,7 @@ def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
     tmp_path: Path, chosen: dict[str, Any]
 ) -> None:
     """Some of four devices are in a round, so that others miss one and hold an older model."""
-    chosen = {**chosen, "compression__down": "int8"}
+    chosen = {"compression__down": "int8", **chosen}
     simulate(tmp_path / "calls", **chosen)
     simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
     assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))

@@ -66,7 +66,7 @@ class MaskedPlans(PlanningFeature):
         )
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
-        return down, upload_bytes(self.settings, num_values)
+        return down, upload_bytes(self.settings, self.layout)
 
     def to_measure(self, quotas: Mapping[str, int]) -> Collection[str]:
         """Return the clients with less than half of an even share of the examples."""

@@ -7,14 +7,17 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
 from headwater.client.compression.residual_slots import STALE_SECONDS, ResidualFiles
-from headwater.common.compression.terms import CompressionTerms, Method
+from headwater.common.compression.low_rank import first_columns
+from headwater.common.compression.terms import CompressionTerms, Matrix, Method
 from headwater.common.errors import StateError
 from headwater.common.messages import Plan, Update, UpdateReport
 from tests.plans import plan_of
@@ -32,8 +35,17 @@ def plan(number: int, *, counted: int | None, method: Method = "int8") -> Plan:
         quota=1,
         micro_batch_size=1,
         counted_round=counted,
-        compression=CompressionTerms(method=method, fraction=0.1),
+        compression=CompressionTerms(method=method, fraction=0.1, **columns(number, method)),
     )
+
+
+def columns(number: int, method: Method) -> dict[str, Any]:
+    """Return what low-rank says more, of one matrix; each round has columns of its own."""
+    if method != "low-rank":
+        return {}
+    matrices, random = (Matrix(0, 50, 60),), np.random.default_rng(number)
+    basis = first_columns(matrices, 4, random)
+    return {"matrices": matrices, "rank": 4, "side": "right", "basis": basis}
 
 
 def gradient(number: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from headwater.client.secagg.plan_policy import (
     PlanRepeats,
@@ -12,7 +13,7 @@ from headwater.client.secagg.plan_policy import (
     most_planned,
 )
 from headwater.client.training.sampler import SamplerPosition, SamplerState
-from headwater.common.compression.terms import CompressionTerms
+from headwater.common.compression.terms import CompressionTerms, Matrix
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
 from headwater.common.own_parameters.terms import OwnStepTerms
 from headwater.common.privacy.terms import PrivacyTerms
@@ -58,18 +59,38 @@ def test_a_plan_s_deadline_is_the_latest_time_of_its_answer() -> None:
     assert answer_after(plan(), 3.0) == 0.0
 
 
+def low_rank(*, rows: int, columns: int, rank: int) -> CompressionTerms:
+    return CompressionTerms(
+        method="low-rank",
+        rank=rank,
+        matrices=(Matrix(0, rows, columns),),
+        side="left",
+        basis=torch.eye(rows)[:, :rank],
+    )
+
+
 @pytest.mark.parametrize(
     "terms",
     [
         CompressionTerms(method="int8"),
         CompressionTerms(method="top-k"),
         CompressionTerms(method="random-k", fraction=0.009),
+        low_rank(rows=200, columns=300, rank=1),
     ],
 )
 def test_a_device_masks_all_coordinates_or_enough_random_ones(terms: CompressionTerms) -> None:
     chosen = plan(compression=terms)
-    with pytest.raises(MaskingTooWeak, match=f"sends {terms.method}"):
+    with pytest.raises(MaskingTooWeak, match=f"in {terms.method}"):
         check_plan(chosen, SecureSettings(), name="0", told_examples=None)
+
+
+def test_a_device_masks_factors_of_enough_columns() -> None:
+    terms = low_rank(rows=200, columns=300, rank=4)
+    check_plan(plan(compression=terms), SecureSettings(), name="0", told_examples=None)
+    others = [terms.model_copy(update={"side": "right"})]
+    others += [terms.model_copy(update={"basis": -torch.eye(200)[:, :4]})]
+    digests = {plan_digest(plan(compression=one), "") for one in (terms, *others)}
+    assert len(digests) == 3
 
 
 def test_a_device_masks_random_coordinates_under_the_plan_s_digest() -> None:

@@ -1,0 +1,109 @@
+"""Rounds whose devices send factors of matrices; their columns follow the last round's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from headwater.common.compression.low_rank import first_columns, matrices_of, next_columns
+from headwater.common.compression.planned_bytes import download_bytes, masked_bytes
+from headwater.common.compression.terms import CompressionTerms, Matrix, Side
+from headwater.common.errors import SettingsError
+from headwater.common.settings.rounds import MIN_MASKED_FRACTION
+from headwater.common.sums.tensor_field import MAX_BYTES
+from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.planning.features import DraftPlans
+from headwater.server.rounds.features import RunFeature, RunState
+
+
+class LowRankRounds(RunFeature):
+    """Asks for factors, and keeps the columns of the next round."""
+
+    def __init__(self, run: RunState) -> None:
+        """Draw the columns of the first round.
+
+        Raises:
+            SettingsError: no matrix is large enough, the columns are too many for a plan, or the
+                rank is less than devices mask.
+        """
+        self._run, self._rank = run, run.settings.compression.rank
+        self._matrices = matrices_of(run.image.layout, self._rank)
+        if not self._matrices:
+            raise SettingsError(
+                f"--compress low-rank of rank {self._rank} shortens no parameter of this model",
+                remedy="lower --compress-rank, or take --compress int4",
+            )
+        self._begin()
+        self._check_length(max(self._matrices, key=lambda one: one.rows + one.columns))
+        if run.settings.secure.aggregation != "off":
+            self._check_share()
+
+    def _begin(self) -> None:
+        self._side: Side = "right"
+        self._basis = first_columns(self._matrices, self._rank, self._random(0))
+
+    def _random(self, round_number: int) -> np.random.Generator:
+        seed = np.random.SeedSequence([self._run.settings.seed, round_number])
+        return np.random.Generator(np.random.Philox(seed))
+
+    def _check_length(self, largest: Matrix) -> None:
+        longest = sum(one.rank(self._rank) * max(one.rows, one.columns) for one in self._matrices)
+        if 4 * longest > MAX_BYTES:
+            raise SettingsError(
+                f"--compress-rank {self._rank}: the columns of all matrices are up to "
+                f"{4 * longest:,} bytes, and a plan has room for {MAX_BYTES:,} "
+                f"(the largest matrix is {largest.rows:,} x {largest.columns:,})",
+                remedy=f"use --compress-rank {max(self._rank * MAX_BYTES // (4 * longest), 1)}",
+            )
+
+    def _check_share(self) -> None:
+        share = min(terms.sent_share for terms in (self._terms("left"), self._terms("right")))
+        if share < MIN_MASKED_FRACTION:
+            raise SettingsError(
+                f"--compress-rank {self._rank} sends {share:.2%} of a matrix, and devices mask at "
+                f"least {MIN_MASKED_FRACTION:.0%}",
+                remedy=f"use --compress-rank {-(-self._rank * MIN_MASKED_FRACTION // share):.0f}",
+            )
+
+    def write(self, drafts: DraftPlans) -> None:
+        drafts.ask(self._terms(self._side))
+
+    def _terms(self, side: Side) -> CompressionTerms:
+        return CompressionTerms(
+            method="low-rank",
+            feedback=self._run.settings.compression.feedback,
+            rank=self._rank,
+            matrices=self._matrices,
+            side=side,
+            basis=self._basis,
+        )
+
+    def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
+        settings, terms = self._run.settings, self._terms(self._side)
+        columns = 4 * self._basis.numel()
+        is_masked = settings.secure.aggregation != "off"
+        sent = (
+            masked_bytes(settings, terms, num_values) if is_masked else terms.num_bytes(num_values)
+        )
+        return download_bytes(settings, self._run.image.layout) + columns, sent
+
+    def committed(self, done: RoundSum) -> None:
+        """Let the next round's columns span what this round's sum had."""
+        random = self._random(self._run.round)
+        self._side, self._basis = next_columns(done.mean_P, self._terms(self._side), random)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"side": self._side, "rank": self._rank}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"columns": self._basis}
+
+    def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take the columns of the next round; of another rank it begins with random ones."""
+        if row.get("rank") != self._rank:
+            self._begin()
+            return
+        self._side, self._basis = row["side"], tensors["columns"].clone()
