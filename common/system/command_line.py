@@ -97,11 +97,9 @@ class CommandGroup(SettingsGroup):
             raise typer.Exit(show_fault(error)) from error
 
     def _stopped(self, ctx: click.Context) -> KeyboardInterrupt:
-        """Return the interrupt to show; the default text is of rounds, which a client has not."""
-        if self.name != CLIENT:
-            return KeyboardInterrupt()
-        is_run = ctx.invoked_subcommand is None  # it says itself if it has connected
-        return KeyboardInterrupt("stopped before connecting" if is_run else "stopped")
+        """Return the interrupt to show, which came before any round and any connection."""
+        is_client = self.name == CLIENT and ctx.invoked_subcommand is None
+        return KeyboardInterrupt("stopped before connecting" if is_client else "stopped")
 
 
 def is_utf8() -> bool:

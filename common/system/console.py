@@ -50,11 +50,10 @@ MAX_LINE_WIDTH = 10_000  # of a table in a pipe or a file
 def show_error(error: HeadwaterError | KeyboardInterrupt) -> int:
     """Print an error with its remedy, and return the exit status; after Ctrl-C it is 130.
 
-    The text of a KeyboardInterrupt, if it has one, says what was stopped.
+    The text of a KeyboardInterrupt, if it has one, says what was stopped and what is kept.
     """
     if isinstance(error, KeyboardInterrupt):
-        text = str(error) or "stopped; committed rounds are kept, --resume continues after them"
-        stderr.print(text, soft_wrap=True, markup=False)
+        stderr.print(str(error) or "stopped", soft_wrap=True, markup=False)
         return 130
     if _logs_json():
         fields = {"code": error.code, "remedy": error.remedy}

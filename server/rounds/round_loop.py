@@ -36,6 +36,7 @@ from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_figures import row_of_round
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import (
+    interrupt_after,
     resume_or_begin,
     save_checkpoint,
     save_last,
@@ -101,8 +102,8 @@ def run(
         except HeadwaterError as error:
             # The error that ended the run is the one to show; this one may follow from it.
             log.warning("%s: %s", error.code, error)
-        if not isinstance(ended_by, HeadwaterError):
-            raise_if_interrupted()  # a library may have turned the interrupt into its own error
+        if _is_interrupt(ended_by):
+            raise interrupt_after(training.round, folder) from ended_by
         raise
     else:
         if folder is not None:
@@ -113,6 +114,16 @@ def run(
         training.optimizer.keep()
     finally:
         observer.ended()
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an error is an interrupt, which a library may have turned into its own error."""
+    if not isinstance(error, HeadwaterError):
+        try:
+            raise_if_interrupted()
+        except KeyboardInterrupt:
+            return True
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _with_rounds_done(settings: Settings, done: int) -> Settings:

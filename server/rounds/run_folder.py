@@ -232,6 +232,15 @@ def step_back(training: Training, folder: Path) -> None:
         training.image.bytes_U8.copy_(saved.image_U8)
 
 
+def interrupt_after(round_number: int, folder: Path | None) -> KeyboardInterrupt:
+    """Return the interrupt of a run that was stopped, with a text about what it leaves."""
+    if folder is None:
+        return KeyboardInterrupt("stopped")
+    if not round_number:
+        return KeyboardInterrupt("stopped before round 1 had ended: no round is kept")
+    return KeyboardInterrupt("stopped; committed rounds are kept, --resume continues after them")
+
+
 def write_settings(folder: Path, settings: Settings) -> None:
     """Write the run's settings to a file that --config reads.
 

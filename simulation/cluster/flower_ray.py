@@ -28,8 +28,10 @@ from headwater.common.flower.grid import simulate_on_ray
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt_at_once
 from headwater.server.app import server_app, server_context
+from headwater.server.rounds.checkpoint import saved_round
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
+from headwater.server.rounds.run_folder import interrupt_after
 from headwater.simulation.cluster.ray_cluster import (
     QUIET,
     RAY_FOLDER_PARENT,
@@ -63,12 +65,12 @@ def run_on_ray(settings: Settings, *, on_round: OnRound, observer: Observer = NO
     os.environ.update(QUIET)
     threads = settings.threads or 1
     settings = settings.model_copy(update={"threads": threads})
-    app = _WatchedServerApp(settings, on_round, observer)
+    app, out = _WatchedServerApp(settings, on_round, observer), settings.out
     with tempfile.TemporaryDirectory(
         prefix="headwater-", dir=RAY_FOLDER_PARENT, ignore_cleanup_errors=True
     ) as folder:
         _write_project(Path(folder), settings)
-        with joined(settings, Path(folder)), _warnings_only("flwr"), _interrupt_in_order(app):
+        with joined(settings, Path(folder)), _warnings_only("flwr"), _interrupt_in_order(app, out):
             try:
                 _simulate(app, settings, Path(folder))
             except Exception:
@@ -125,7 +127,7 @@ def _warnings_only(logger_name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupt_in_order(app: _WatchedServerApp) -> Iterator[None]:
+def _interrupt_in_order(app: _WatchedServerApp, folder: Path | None) -> Iterator[None]:
     """On Ctrl-C stop the ServerApp, then Flower's workers, and then raise KeyboardInterrupt.
 
     Raised immediately, it makes Flower shut Ray down while threads wait for Ray's replies, and one
@@ -141,7 +143,8 @@ def _interrupt_in_order(app: _WatchedServerApp) -> Iterator[None]:
     with at_stop_signals(StopRequests(stop, interrupt_at_once)):
         yield
     if was_interrupted:
-        raise KeyboardInterrupt
+        done = None if folder is None else saved_round(folder)
+        raise interrupt_after(done or 0, folder)
 
 
 class _WatchedServerApp:

@@ -64,7 +64,7 @@ def run_comparison(
         try:
             failed = _execute(comparison, jobs)
         except KeyboardInterrupt:
-            console.print("stopped; the same command continues from the committed rounds")
+            console.print("stopped; the same command goes on")
             raise typer.Exit(130) from None
         finally:
             report(comparison, target=target)

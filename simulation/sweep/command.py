@@ -69,7 +69,7 @@ def run_sweep(
         try:
             failed = execute(remaining, jobs=jobs)
         except KeyboardInterrupt:
-            console.print("stopped; the same command continues from the committed rounds")
+            console.print("stopped; the same command goes on")
             raise typer.Exit(130) from None
         finally:
             _report(folder, runs, sweep.metric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -9,7 +10,16 @@ import pytest
 
 from headwater.common.system import stop_signals
 from headwater.server.operations.run_lock import read_server_state
-from tests.processes import Process, Processes, assert_tidy, port_of, rows, until, write_task
+from tests.processes import (
+    GatedTask,
+    Process,
+    Processes,
+    assert_tidy,
+    port_of,
+    rows,
+    until,
+    write_task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -99,3 +109,33 @@ def test_a_simulator_that_is_asked_twice_at_once_keeps_its_rounds(
         assert_tidy(simulator)
         assert "stopped; committed rounds are kept" in simulator.text()
     assert (out / "model.safetensors").exists()
+
+
+def write_held_task(folder: Path) -> GatedTask:
+    """Write a task whose first micro-batch waits, on whichever simulated device it comes."""
+    task = write_task(folder, open_for=0)
+    path = folder / "task.py"
+    text = path.read_text()
+    path.write_text(text.replace("len(labels) == 8 and self.part == 0", "self.part >= 0"))
+    assert path.read_text() != text
+    return task
+
+
+@pytest.mark.parametrize("module", ["server", "simulation"])
+def test_a_run_that_is_stopped_before_its_first_round_speaks_of_no_committed_rounds(
+    module: str, tmp_path: Path
+) -> None:
+    task, out = write_held_task(tmp_path), tmp_path / "out"
+    with Processes(tmp_path) as processes:
+        if module == "server":
+            process = processes.server(*WORK, "--min-clients", 1, task=task.spec)
+            process.wait_for("listening")
+        else:
+            flags = ("--clients", 2, "--compute", "one-by-one", "--out", out, "--task", task.spec)
+            process = processes.start("simulation", *WORK, *flags)
+            task.wait_until_reached()
+        ask_to_stop(process)
+        assert process.wait() == 130
+        assert_tidy(process)
+        assert re.search("(?m)^stopped(?!;)", process.text()), process.text()
+        assert "committed" not in process.text()
