@@ -13,6 +13,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.features import grid_fleet, observers
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.operations.run_lock import locked_without_server
 from headwater.server.rounds.features import round_runner, trackers
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
@@ -51,10 +52,12 @@ def server_app(
     resume: bool = False,
     observer: Observer = NO_OBSERVER,
     loaded: LoadedRun | None = None,
+    locks_folder: bool = False,
 ) -> ServerApp:
     """Return a ServerApp that calls ``on_round`` per committed round and ``observer`` per event.
 
     It loads the run when it starts, from the settings in its context, unless ``loaded`` has it.
+    With ``locks_folder`` it locks the run's folder, which no caller has locked.
     """
     app = ServerApp()
 
@@ -63,17 +66,18 @@ def server_app(
         settings = from_run_config(context.run_config)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
-        fleet = grid_fleet(grid, own.training)
-        own_observers = [RoundLog(), SameData(), *observers(own.training)]
-        run(
-            own.training,
-            fleet,
-            on_round=on_round,
-            resume=resume,
-            observer=Observers(*own_observers, *own.trackers, observer),
-            run_round=round_runner(settings, fleet),
-        )
+        with locked_without_server(settings.out if locks_folder else None):
+            own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
+            fleet = grid_fleet(grid, own.training)
+            own_observers = [RoundLog(), SameData(), *observers(own.training)]
+            run(
+                own.training,
+                fleet,
+                on_round=on_round,
+                resume=resume,
+                observer=Observers(*own_observers, *own.trackers, observer),
+                run_round=round_runner(settings, fleet),
+            )
 
     return app
 
@@ -103,4 +107,4 @@ def log_round(row: RoundRow) -> None:
     )
 
 
-app = server_app(on_round=log_round)
+app = server_app(on_round=log_round, locks_folder=True)

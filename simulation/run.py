@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +16,9 @@ from headwater.client.features import warn_of_untried
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
-from headwater.common.transport.tls import read_credentials
 from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.operations.run_lock import locked_without_server
 from headwater.server.report.report import ReportWriter
 from headwater.server.rounds.checkpoint import run_position
 from headwater.server.rounds.features import round_runner, trackers
@@ -25,11 +26,13 @@ from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound, run
 from headwater.server.rounds.run_state import Training
 from headwater.server.same_data.same_data import SameData
-from headwater.server.transport.device_records import Stages
 from headwater.simulation.compute.modes import StartPool
 from headwater.simulation.engines.in_process import LocalFleet
 from headwater.simulation.engines.planning_cache import CachedOrder
 from headwater.simulation.fleet.fleet_spec import with_fleet
+
+if TYPE_CHECKING:
+    from headwater.server.transport.device_records import Stages
 
 
 def run_engine(
@@ -45,14 +48,29 @@ def run_engine(
     Without ``has_report`` a run in this process leaves no curves.png and no report.html.
 
     Raises:
-        SettingsError: the engine does not support ``resume``.
+        SettingsError: the engine does not support ``resume``, or another process runs in the
+            folder.
         HeadwaterError: see ``headwater.common.errors``.
     """
     torch.set_num_threads(settings.threads or 1)
     warn_of_untried(settings)
+    if settings.simulation.engine == "grpc":  # its server locks the folder
+        lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    else:
+        lock = locked_without_server(settings.out)
+    with lock:
+        _run_with_page(
+            settings, on_round=on_round, resume=resume, observer=observer, has_report=has_report
+        )
+
+
+def _run_with_page(
+    settings: Settings, *, on_round: OnRound, resume: bool, observer: Observer, has_report: bool
+) -> None:
     run_rounds = partial(_run, settings, on_round=on_round, resume=resume, has_report=has_report)
     if settings.server.page is not None and settings.simulation.engine != "grpc":
         # The server of the engine grpc opens the page itself: it knows the devices' connections.
+        from headwater.common.transport.tls import read_credentials
         from headwater.server.page.run_page import run_page
 
         stages: Stages | None = None if settings.simulation.engine == "flower-ray" else {}

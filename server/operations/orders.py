@@ -25,8 +25,8 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console
-from headwater.server.operations import sqlite_history
-from headwater.server.operations.run_lock import check_run, read_server_state
+from headwater.server.operations import run_lock, sqlite_history
+from headwater.server.operations.run_lock import read_server_state
 
 FILE = "order.json"
 # The server reads orders four times a second, and writes its state once.
@@ -107,6 +107,23 @@ def read_order(folder: Path) -> Order | None:
 def order_at_start(order: Order | None) -> Order | None:
     """Return the order that is still valid for a server that starts now: only a pause is."""
     return order if order is not None and order.verb == "pause" else None
+
+
+def check_run(folder: Path) -> None:
+    """Check that a server has run in the folder.
+
+    Raises:
+        SettingsError: it holds neither a lock nor a history, or the lock of a simulator.
+    """
+    if not any((folder / name).exists() for name in (run_lock.FILE, sqlite_history.FILE)):
+        problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
+        raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")
+    if not read_server_state(folder).takes_orders:
+        raise SettingsError(
+            f"the run in {folder} is a simulation without a server, which takes no orders",
+            remedy="stop it with Ctrl-C; headwater-simulate --resume goes on. With --engine grpc a "
+            "simulation has a server",
+        )
 
 
 def give_order(folder: Path, verb: Verb) -> None:

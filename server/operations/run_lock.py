@@ -1,30 +1,35 @@
-"""The lock and heartbeat of a run's folder: at most one server, and a sign that it is alive.
+"""The lock and heartbeat of a run's folder: at most one process writes there, and a sign of life.
 
-The system releases the lock however the process ends, so no stale lock remains, and two servers
-cannot share a run. The heartbeat is the lock file's modification time: it needs no space on a full
-disk, and stops when the server's event loop no longer responds.
+The system releases the lock however the process ends, so no stale lock remains, and neither two
+servers nor two simulators can share a run. The heartbeat is the lock file's modification time: it
+needs no space on a full disk, and stops when the server's event loop no longer responds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
-from headwater.common.system.atomic_file import OWNER_ONLY
+from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.common.system.file_lock import try_lock
-from headwater.server.operations.sqlite_history import FILE as HISTORY
 
 FILE = "server.lock"
 SERVER = "headwater-server"
-COMMANDS = (SERVER, "headwater-simulate")
+SIMULATE = "headwater-simulate"
+COMMANDS = (SERVER, SIMULATE)
 FOLLOWS_QUEUE = "follows_queue"
 """The key of a server's info that says whether it serves the runs of the queue too."""
+TAKES_ORDERS = "takes_orders"
+"""The key of a process's info that says whether it takes orders, as a server does."""
 # A process that tests the lock holds it for an instant.
 TRIES, TRY_SECONDS = 20, 0.05
 FRESH_SECONDS = 15.0
@@ -46,6 +51,11 @@ class ServerState:
         return told if told in COMMANDS else SERVER
 
     @property
+    def takes_orders(self) -> bool:
+        """Whether the process, if it runs, is a server; a simulator without one takes no orders."""
+        return bool(self.info.get(TAKES_ORDERS, True))
+
+    @property
     def follows_queue(self) -> bool:
         """Whether the server, if it runs, serves the runs of the queue after this one."""
         return not self.is_up or bool(self.info.get(FOLLOWS_QUEUE, True))
@@ -64,26 +74,17 @@ class RunLock:
         """Lock the folder.
 
         Raises:
-            SettingsError: another server has locked it.
+            SettingsError: another process has locked it.
             StateError: it cannot be written.
         """
-        try:
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-            self._file = os.open(folder / FILE, flags, OWNER_ONLY)
-        except OSError as error:
-            raise StateError(
-                f"cannot write {folder / FILE}: {error.strerror}", remedy="choose another --out"
-            ) from error
         self._path = folder / FILE
         for _ in range(TRIES):
-            if try_lock(self._file):
+            self._file = _opened(self._path)
+            if try_lock(self._file) and _is_at(self._file, self._path):
                 return
+            os.close(self._file)
             time.sleep(TRY_SECONDS)
-        os.close(self._file)
-        raise SettingsError(
-            f"another server runs in {folder}",
-            remedy="choose another --out, or end that server: headwater-server drain --out DIR",
-        )
+        raise _locked_error(folder)
 
     def write_info(self, info: dict[str, Any]) -> None:
         """Write facts about this server for other processes; OSError on a full disk."""
@@ -99,6 +100,58 @@ class RunLock:
     def release(self) -> None:
         """Unlock the folder."""
         os.close(self._file)
+
+
+@contextmanager
+def locked_without_server(folder: Path | None) -> Iterator[None]:
+    """Lock the folder of a run without a server, if it has one; the lock file goes with the block.
+
+    Raises:
+        SettingsError, StateError: see ``RunLock``.
+    """
+    if folder is None:
+        yield
+        return
+    with contextlib.suppress(OSError):  # the lock says what is wrong with the folder
+        make_private_folder(folder)
+    lock = RunLock(folder)
+    try:
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without them
+            lock.write_info({"pid": os.getpid(), "command": SIMULATE, TAKES_ORDERS: False})
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file
+            (folder / FILE).unlink()
+        lock.release()
+
+
+def _opened(path: Path) -> int:
+    try:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        return os.open(path, flags, OWNER_ONLY)
+    except OSError as error:
+        raise StateError(
+            f"cannot write {path}: {error.strerror}", remedy="choose another --out"
+        ) from error
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file still has its name; the process that held it may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _locked_error(folder: Path) -> SettingsError:
+    state = read_server_state(folder)
+    drain = f"or end that server: headwater-server drain --out {folder}"
+    stop = "wait for its end, or stop it with Ctrl-C: its committed rounds are kept"
+    number = state.info.get("pid", "unknown")
+    return SettingsError(
+        f"another process writes here: a run goes on in {folder} (process {number})",
+        remedy=f"choose another --out, {drain if state.takes_orders else stop}",
+    )
 
 
 def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
@@ -128,14 +181,3 @@ def read_server_state(folder: Path, *, now: float | None = None) -> ServerState:
     age = max((time.time() if now is None else now) - heartbeat, 0.0)
     info = info if isinstance(info, dict) else {}
     return ServerState(is_up=is_up, heartbeat_seconds=age, info=info)
-
-
-def check_run(folder: Path) -> None:
-    """Check that a server has run in the folder.
-
-    Raises:
-        SettingsError: it holds neither a lock nor a history.
-    """
-    if not any((folder / name).exists() for name in (FILE, HISTORY)):
-        problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
-        raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")

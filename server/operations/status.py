@@ -26,8 +26,8 @@ from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, duration_text, names_text, natural
 from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import sqlite_history
-from headwater.server.operations.orders import read_order
-from headwater.server.operations.run_lock import ServerState, check_run, read_server_state
+from headwater.server.operations.orders import check_run, read_order
+from headwater.server.operations.run_lock import ServerState, read_server_state
 from headwater.server.operations.sqlite_history import HistorySnapshot
 from headwater.server.transport.device_records import DeviceRecord
 

@@ -85,7 +85,7 @@ class SharedFiles:
         """Make the folder's state that of the record.
 
         Raises:
-            SettingsError: another server runs in the folder.
+            SettingsError: another process runs in the folder.
             OSError: a file cannot be read or written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)

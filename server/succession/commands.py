@@ -8,7 +8,8 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.common.settings.sources import load
 from headwater.common.system.console import console
-from headwater.server.operations.run_lock import check_run, read_server_state
+from headwater.server.operations.orders import check_run
+from headwater.server.operations.run_lock import read_server_state
 from headwater.server.succession.run_queue import last_run, queued_runs, submit
 from headwater.server.succession.submission import read_submission
 

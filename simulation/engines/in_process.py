@@ -21,7 +21,6 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
-from headwater.server.transport.device_records import Stage, Stages
 from headwater.simulation.compute.modes import StartPool, compute_of
 from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.engines.pending_answers import PendingAnswers
@@ -42,6 +41,7 @@ from headwater.simulation.reports.data_survey import report_left_out
 
 if TYPE_CHECKING:
     from headwater.common.phases import Phase
+    from headwater.server.transport.device_records import Stage, Stages
 
 
 class LocalFleet:

@@ -99,7 +99,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         # A second server does not get at the run.
         second = processes.server("--resume", task=task.spec)
         assert second.wait() == 2
-        assert "another server runs" in second.text()
+        assert "another process writes here" in second.text()
         for client in clients:
             told = scrape(client, "client")
             assert told["is_connected"] == 1

@@ -61,7 +61,7 @@ def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         assert read_server_state(tmp_path).is_up
-        with pytest.raises(SettingsError, match="another server runs in"):
+        with pytest.raises(SettingsError, match="another process writes here"):
             RunLock(tmp_path)
         other.kill()
         other.wait()

@@ -160,7 +160,7 @@ def test_a_standby_does_not_take_the_folder_of_the_server_that_serves(tmp_path: 
     serving = RunLock(tmp_path / "a")
     stray = tmp_path / "a" / "model.safetensors"
     stray.write_text("written since the last round")
-    with pytest.raises(SettingsError, match="another server runs in"):
+    with pytest.raises(SettingsError, match="another process writes here"):
         opened(settings(tmp_path), is_standby=True)
     assert stray.exists()
     serving.release()
