@@ -587,6 +587,9 @@ class CheckpointFailed(StateError):
     remedy = "free space under --out and go on with --resume: the last committed round is kept"
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy or self.remedy)  # --resume, whatever the disk says
+class RunFolderGone(StateError):
+    """Somebody has removed the files of a run while it went on."""
+    remedy = "begin the run anew, with its --task, and leave its folder alone until it has ended"
 class TermEnded(StateError):
     """This server may no longer serve its run: another one does, or may by now."""
     remedy = (

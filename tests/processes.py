@@ -43,7 +43,7 @@ PRELOADED = [
     "headwater.client.app",
     "headwater.client.flower.node",
     "headwater.simulation.run",
-    "tensorboard.summary.writer.event_file_writer",
+    "tensorboard.summary.writer.record_writer",
     "tensorboard.compat.proto.event_pb2",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",

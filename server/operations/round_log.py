@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from headwater.common.errors import StateError
+from headwater.common.errors import RunFolderGone, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder, write_atomically
@@ -59,6 +60,7 @@ class RoundLog(Observer):
         self._folder: Path | None = None
         self._file: RowsFile
         self._has_tables = True
+        self._is_gone = False
         self._board: _Board | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
@@ -91,17 +93,24 @@ class RoundLog(Observer):
         """Write one round's row.
 
         Raises:
+            RunFolderGone: the file of the rounds was removed, perhaps with its folder.
             StateError: the disk is full.
         """
         if self._folder is None:
             return
+        if not (self._folder / ROUNDS).exists():
+            self._is_gone = True
+            raise RunFolderGone(f"{self._folder / ROUNDS} was removed while the run went on")
         try:
             self._file.write(_json(row, self._clients_of(row)))
+            self._write_to_board(row)
         except OSError as error:
             raise StateError(
-                f"round {row.round} cannot be written to {self._folder / ROUNDS}: {error.strerror}",
+                f"round {row.round} cannot be written to {self._folder}: {error.strerror}",
                 remedy="free space and go on with --resume",
             ) from error
+
+    def _write_to_board(self, row: RoundRow) -> None:
         if self._board is not None:
             scalars = {"learning_rate": row.learning_rate, **row.metrics}
             scalars |= (
@@ -133,14 +142,17 @@ class RoundLog(Observer):
         return {"at": at, "num_bytes": len(table), "num_clients": len(row.clients)}
 
     def ended(self) -> None:
-        """Close the files and draw the curves; on a full disk only the curves are missing."""
+        """Close the files and draw the curves; on a full disk only the curves are missing.
+
+        Of a folder that is gone nothing is made anew.
+        """
         if self._folder is None:
             return
         try:
             self._file.close()
             if self._board is not None:
                 self._board.close()
-            if self._draws_curves:
+            if self._draws_curves and not self._is_gone:
                 _draw(self._folder)
         except OSError as error:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
@@ -281,16 +293,24 @@ def _draw(folder: Path) -> None:
 
 
 class _Board:
-    """Writes TensorBoard's event file without importing TensorFlow or torch's wrapper."""
+    """Writes TensorBoard's event file without TensorFlow, torch's wrapper or a thread."""
 
     def __init__(self, folder: Path, *, is_bounded: bool) -> None:
         self._folder, self._is_bounded = folder, is_bounded
+        self._num_files = 0
         self._begin_file()
 
     def _begin_file(self) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = EventFileWriter(str(self._folder))
+        self._folder.mkdir(exist_ok=True)
+        now = time.time()
+        number = f"{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
+        self._num_files += 1
+        self._file = (self._folder / f"events.out.tfevents.{number}").open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=now, file_version="brain.Event:2"))
         self._num_bytes = 0
         if self._is_bounded:
             delete_oldest(self._folder)
@@ -313,9 +333,13 @@ class _Board:
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
         self._num_bytes += event.ByteSize()
         if self._is_bounded and self._num_bytes >= MAX_EVENT_BYTES:
-            self._writer.close()
+            self.close()
             self._begin_file()
-        self._writer.add_event(event)
+        self._write(event)
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()

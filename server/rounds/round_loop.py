@@ -15,6 +15,7 @@ from headwater.common.errors import (
     FeatureMissing,
     HeadwaterError,
     RoundAborted,
+    RunFolderGone,
     TaskError,
     TermEnded,
 )
@@ -96,7 +97,8 @@ def run(
     except BaseException as ended_by:
         try:
             # After its term another server has the run, and this folder may hold a stray round.
-            if folder is not None and not isinstance(ended_by, TermEnded):
+            # A folder that is gone is not made anew.
+            if folder is not None and not isinstance(ended_by, TermEnded | RunFolderGone):
                 _leave(training, fleet, folder)
                 save_last(folder, training)
         except HeadwaterError as error:

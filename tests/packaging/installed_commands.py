@@ -40,7 +40,7 @@ def main():
     os.environ["GRPC_VERBOSITY"] = "NONE"  # as the commands set it before they import grpc
     os.environ["HF_HUB_OFFLINE"] = "1"  # as the examples set it before they import transformers
     import headwater.simulation.run, matplotlib.backends.backend_agg, matplotlib.figure, peft
-    import sklearn.datasets, tensorboard.summary.writer.event_file_writer
+    import sklearn.datasets, tensorboard.summary.writer.record_writer
     import torch.fx.experimental.symbolic_shapes
 
     del os.environ["HF_HUB_OFFLINE"]

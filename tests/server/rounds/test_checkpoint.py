@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, SettingsError
+from headwater.common.errors import (
+    CheckpointCorrupt,
+    CheckpointFailed,
+    RunFolderGone,
+    SettingsError,
+)
 from headwater.common.model.trained_model import MODEL, load_model
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
@@ -184,7 +189,7 @@ def test_a_disk_that_fails_late_leaves_the_old_checkpoint(
 
 
 def test_a_folder_that_is_gone_fails_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFailed):
+    with pytest.raises(RunFolderGone):
         save(tmp_path / "gone")
 
 
