@@ -258,19 +258,32 @@ def evaluate(
 def pause(out: RunFolder) -> None:
     """Start no more rounds; the current one ends and the devices stay connected.
 
-    `headwater-server resume` undoes it. A restarted server stays paused.
+    `headwater-server unpause` undoes it. A restarted server stays paused.
     """
     _order(out, "pause")
 
 
 @app.command(cls=PlainCommand)
-def resume(out: RunFolder) -> None:
+def unpause(out: RunFolder) -> None:
     """Undo `pause`: the running server starts rounds again.
 
-    This is an order to a server that runs. To restart a server that has ended, use the flag:
-    `headwater-server --resume --out DIR`.
+    To start a server again that has ended, use the flag: `headwater-server --resume --out DIR`.
     """
     _order(out, "resume")
+
+
+@app.command(cls=PlainCommand, hidden=True)
+def resume(out: RunFolder) -> None:
+    """Do as `unpause`, the name of this command since the flag --resume does something else."""
+    from headwater.common.system.console import stderr
+
+    stderr.print(
+        "`headwater-server resume` is now `headwater-server unpause`; the flag --resume starts a "
+        "server again that has ended",
+        soft_wrap=True,
+        markup=False,
+    )
+    unpause(out)
 
 
 @app.command(cls=PlainCommand)

@@ -304,5 +304,6 @@ class SettingsGroup(_WithSettings, TyperGroup):
         """Write the options, then each subcommand with the first paragraph of its help."""
         super().format_options(ctx, formatter)
         with formatter.section(click.style("Commands", bold=True)):
-            helps = {name: command.help or "" for name, command in self.commands.items()}
+            shown = ((name, one) for name, one in self.commands.items() if not one.hidden)
+            helps = {name: command.help or "" for name, command in shown}
             formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in helps.items()])

@@ -118,7 +118,7 @@ class RunControl(Observer):
 
     @property
     def is_paused(self) -> bool:
-        """Whether no round begins until ``resume``."""
+        """Whether no round begins until ``unpause``."""
         return self._order is not None and self._order.verb == "pause"
 
     @property
@@ -271,7 +271,7 @@ class RunControl(Observer):
         when = f"after round {self.round + 1}" if self._is_in_round else "now"
         log.warning(
             {
-                "pause": "paused %s: no round begins until headwater-server resume --out %s",
+                "pause": "paused %s: no round begins until headwater-server unpause --out %s",
                 "drain": "draining %s: the server ends; continue later with --resume --out %s",
                 "resume": "resumed %s: rounds begin again in %s",
             }[verb],

@@ -6,8 +6,8 @@ that no client's work is lost.
 
 | order | effect after the round in progress | duration |
 | --- | --- | --- |
-| pause | no round begins; devices stay connected and are notified | until ``resume`` |
-| resume | rounds begin again | |
+| pause | no round begins; devices stay connected and are notified | until ``unpause`` |
+| resume (of the command ``unpause``) | rounds begin again | |
 | drain | the server dismisses the devices and ends with status 0 | continue with ``--resume`` |
 
 A pause outlasts a restart of the server, because its reason may too; a drain ends with its server.
@@ -137,8 +137,9 @@ def give_order(folder: Path, verb: Verb) -> None:
     server = read_server_state(folder)
     is_up, restart = server.is_up, f"{server.command} --resume --out {folder}"
     if not is_up and not (verb == "resume" and _is_paused(folder)):
+        what = "unpause" if verb == "resume" else verb
         raise SettingsError(
-            f"no server runs in {folder}, so there is nothing to {verb}",
+            f"no server runs in {folder}, so there is nothing to {what}",
             remedy=f"to continue its run: {restart}",
         )
     write_order(folder, verb)
@@ -172,7 +173,7 @@ def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
 
 
 def _describe(state: str, folder: Path, restart: str) -> str:
-    undo = f"headwater-server resume --out {folder}"
+    undo = f"headwater-server unpause --out {folder}"
     return {
         "pausing": f"pausing: the round in progress ends first; to undo: {undo}",
         "paused": f"paused: no round begins, the devices stay connected; to undo: {undo}",

@@ -172,7 +172,7 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
             f"{escape(printable(status['command']))} --resume --out {path}"
         )
         if status["order"] == "pause":
-            line += f"\nstill paused; to undo: headwater-server resume --out {path}"
+            line += f"\nstill paused; to undo: headwater-server unpause --out {path}"
         return line
     word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but not responding[/]"
     beat = "" if status["is_well"] else f", last heartbeat {_ago(status['heartbeat_seconds'])}"

@@ -108,7 +108,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         assert found["received_bytes_total"] == sum(told["sent_bytes_total"] for told in own)
         assert found["sent_bytes_total"] == sum(told["received_bytes_total"] for told in own)
 
-        assert "resumed" in operator.say("resume").text()
+        assert "resumed" in operator.say("unpause").text()
         clients[0].wait_for("the run continues")
         until(
             lambda: scrape(server, "server")["rounds_total"] > paused["round"],

@@ -76,7 +76,8 @@ def test_help_names_every_subcommand_and_how_to_see_all_options(app: typer.Typer
     text = output(app, "--help")
     command = get_command(app)
     assert isinstance(command, Group)
-    assert [name for name in command.commands if f"\n  {name} " not in text] == []
+    shown = [name for name, one in command.commands.items() if not one.hidden]
+    assert [name for name in shown if f"\n  {name} " not in text] == []
     assert "--help-all" in text
 
 

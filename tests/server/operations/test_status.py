@@ -271,7 +271,7 @@ def test_json_status_is_one_object_with_an_exit_status(
     assert status["last_round"]["ended_at"] == "1970-01-01T00:01:00.000Z"
 
 
-@pytest.mark.parametrize("command", ["status", "pause", "resume", "drain"])
+@pytest.mark.parametrize("command", ["status", "pause", "unpause", "resume", "drain"])
 def test_each_command_names_a_folder_without_a_run(command: str, tmp_path: Path) -> None:
     for folder, what in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "is not a folder")):
         code, text = run(command, "--out", folder)
@@ -280,11 +280,11 @@ def test_each_command_names_a_folder_without_a_run(command: str, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["pause", "resume", "drain"])
+@pytest.mark.parametrize("command", ["pause", "unpause", "resume", "drain"])
 def test_an_order_without_a_running_server_says_how_to_continue(command: str, folder: Path) -> None:
     code, text = run(command, "--out", folder)
     assert code == 2
-    assert f"nothing to {command}" in text
+    assert f"nothing to {command.replace('resume', 'unpause')}" in text
     assert "headwater-server --resume --out" in text
     assert orders.read_order(folder) is None
 
@@ -292,8 +292,8 @@ def test_an_order_without_a_running_server_says_how_to_continue(command: str, fo
 def test_a_pause_can_be_undone_without_a_server(folder: Path) -> None:
     orders.write_order(folder, "pause")
     _, text = run("status", "--out", folder)
-    assert "still paused; to undo: headwater-server resume" in text
-    code, text = run("resume", "--out", folder)
+    assert "still paused; to undo: headwater-server unpause" in text
+    code, text = run("unpause", "--out", folder)
     assert code == 0
     assert "no longer paused" in text
     order = orders.read_order(folder)
@@ -301,10 +301,14 @@ def test_a_pause_can_be_undone_without_a_server(folder: Path) -> None:
     assert order.verb == "resume"
 
 
-def test_the_help_distinguishes_the_two_kinds_of_resume() -> None:
-    text = run("resume", "--help")[1]
-    assert "an order to a server that runs" in text
-    assert "headwater-server --resume --out DIR" in text
+def test_the_help_knows_one_resume_and_the_old_command_names_the_new_one(folder: Path) -> None:
+    assert " unpause Undo `pause`" in run("--help")[1]
+    assert " resume Do as" not in run("--help")[1]
+    orders.write_order(folder, "pause")
+    code, text = run("resume", "--out", folder)
+    assert code == 0
+    assert "`headwater-server resume` is now `headwater-server unpause`" in text
+    assert "no longer paused" in text
 
 
 @pytest.mark.slow
