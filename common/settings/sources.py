@@ -53,8 +53,16 @@ REMOVED: dict[str, tuple[Any, str]] = {
         "use model.batch_norm: group (--batch-norm group) puts GroupNorm in place of BatchNorm, as "
         "before; frozen (--batch-norm frozen) keeps pretrained statistics",
     ),
-    "plan.local_steps": (1, "use local.steps (--local-steps)"),
-    "plan.local_learning_rate": (0.1, "use local.learning_rate (--local-learning-rate)"),
+    "plan.local_steps": (
+        1,
+        "use local.steps: --local-steps of headwater-server and headwater-simulate, which the "
+        "devices follow",
+    ),
+    "plan.local_learning_rate": (
+        0.1,
+        "use local.learning_rate: --local-learning-rate of headwater-server and "
+        "headwater-simulate, which the devices follow",
+    ),
     "simulation.compile": (False, "leave it out: it seldom made a run faster"),
     "simulation.wire": (False, "use simulation.engine = grpc (--engine grpc), over the real wire"),
 }

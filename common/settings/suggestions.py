@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from headwater.common.settings.introspection import all_settings, keyword_of
 from headwater.common.settings.sources import replacement_of
 
+OF_CLIENT = "--server"
+"""A flag that the client has alone."""
 MAIN_COMMANDS = ("server", "client", "simulate")
 
 
@@ -58,6 +60,8 @@ def flag_hint(flag: str, own: list[str]) -> str:
         return question
     where = " and ".join(f"headwater-{name}" for name in sorted(others[found]))
     why = ": a device's data stays on the device" if found == "--data" else ""
+    if "client" not in others[found] and OF_CLIENT in own:
+        why = ". Whoever runs the server sets it there, and the devices follow: leave it out here"
     return f"{question} {found} is an option of {where}{why}."
 
 

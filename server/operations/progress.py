@@ -94,9 +94,11 @@ class _RunLines(Observer):
         if not round_number:
             print_text(f"{self._settings.out} has no checkpoint yet: the run begins with round 1")
         elif not self._settings.has_round_after(round_number):
+            changed = {key: pair for key, pair in changed.items() if key != "rounds"}
             print_text(
                 f"already done: the run has {counted(round_number, 'round')}, and --rounds is "
-                f"{self._settings.rounds}; train on with --resume --rounds N"
+                f"{self._settings.rounds}; train on with --resume --rounds N, which is above "
+                f"{round_number}"
             )
         else:
             print_text(f"continues after round {round_number}")

@@ -82,6 +82,7 @@ def test_fewer_rounds_than_a_run_has_change_nothing_in_its_folder(out: Path) -> 
     before = (out / SETTINGS_FILE).read_bytes()
     done = simulated(out, "--resume", "--rounds", "1")
     assert "already done: the run has 2 rounds, and --rounds is 1" in done.stdout
+    assert "changed:" not in done.stdout
     assert (out / SETTINGS_FILE).read_bytes() == before
 
 
