@@ -15,7 +15,7 @@ TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if plat
 .PHONY: demo test test-slow lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0
+	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0 --page-stays 60
 
 test: $(VENV)/.dev lint types
 	$(PYTEST) -m "not slow"

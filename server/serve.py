@@ -34,6 +34,7 @@ from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
 if TYPE_CHECKING:
+    from headwater.server.page.run_view import RunView
     from headwater.server.standby.shared_run import SharedRun
 
 
@@ -106,6 +107,8 @@ def serve_run(
         if shared is not None:
             stack.enter_context(shared.serving())
         stack.callback(servicer.close)
+        # Before all else, as the page outlives the devices' streams and the control of the run.
+        page = stack.enter_context(_page(settings, credentials, servicer))
         control = None
         if folder is not None:
             if not follows_queue and (queue := run_queue(folder)) is not None:
@@ -127,7 +130,7 @@ def serve_run(
             from headwater.server.enrolment.enrolment_port import enrolment_port
 
             stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
-        own_observer = stack.enter_context(_observer(settings, credentials, servicer, control))
+        own_observer = stack.enter_context(_observer(settings, servicer, control, page))
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
             control.start({**info, "working_folder": str(Path.cwd())})
@@ -144,6 +147,8 @@ def serve_run(
         queue = None if is_drained or not follows_queue or folder is None else run_queue(folder)
         goes_on = queue is not None and queue.has_queue(folder)
         farewell.is_due = not goes_on
+        if page is not None:
+            page.may_stay = not (goes_on or is_drained)
         if control is not None and control.is_draining and settings.has_round_after(control.round):
             if shared is not None:
                 shared.is_drained = True
@@ -231,30 +236,39 @@ def _control(
 
 
 @contextmanager
+def _page(
+    settings: Settings, credentials: Credentials | None, servicer: Servicer
+) -> Iterator[RunView | None]:
+    """Serve the page if it is enabled."""
+    if settings.server.page is None:
+        yield None
+        return
+    from headwater.server.page.run_page import run_page
+
+    with run_page(
+        settings,
+        credentials=credentials,
+        records=servicer.device_records,
+        stages=servicer.stages,
+        watch=servicer.watch,
+    ) as page:
+        yield page
+
+
+@contextmanager
 def _observer(
     settings: Settings,
-    credentials: Credentials | None,
     servicer: Servicer,
     control: RunControl | None,
+    page: RunView | None,
 ) -> Iterator[Observer]:
-    """Serve metrics and the page if they are enabled; yield the observer of the rounds."""
-    observers: list[Observer] = [] if control is None else [control]
+    """Serve metrics if they are enabled; yield the observer of the rounds."""
+    observers: list[Observer] = [each for each in (control, page) if each is not None]
     with ExitStack() as stack:
         if settings.server.metrics is not None:
             observers.append(
                 stack.enter_context(_metrics(settings.server.metrics, servicer, control))
             )
-        if settings.server.page is not None:
-            from headwater.server.page.run_page import run_page
-
-            page = run_page(
-                settings,
-                credentials=credentials,
-                records=servicer.device_records,
-                stages=servicer.stages,
-                watch=servicer.watch,
-            )
-            observers.append(stack.enter_context(page))
         yield Observers(*observers)
 
 

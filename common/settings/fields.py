@@ -162,6 +162,8 @@ Probability = Annotated[float, Field(ge=0, lt=1), Unit("P")]
 Epsilon = Annotated[float, Field(gt=0, le=1000), Unit("EPSILON")]
 Delta = Annotated[float, Field(gt=0, lt=1), Unit("DELTA")]
 NoiseMultiplier = Annotated[float, Field(ge=0.01, le=1e6), Unit("Z")]
+WaitSeconds = Annotated[float, Field(ge=0, le=30 * 86_400, allow_inf_nan=False), Unit("SECONDS")]
+"""Seconds that may be 0: no wait."""
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False), Unit("SECONDS")]
 Address = Annotated[str, Unit("HOST:PORT")]
 Addresses = Annotated[str, Unit("HOST:PORT[,...]")]

@@ -26,6 +26,7 @@ from headwater.common.settings.fields import (
     Part,
     Seconds,
     Unit,
+    WaitSeconds,
     pairs_of,
     setting,
 )
@@ -60,6 +61,14 @@ class ServerSettings(Branch):
         on="server simulate",
         panel=RUN,
         bare="127.0.0.1:8600",
+    )
+    page_stays_seconds: WaitSeconds | None = setting(
+        None,
+        "how long the page stays up after the end of the run; not set: until Ctrl-C in a terminal, "
+        "and elsewhere not at all",
+        "--page-stays",
+        on="server simulate",
+        panel=RUN,
     )
     upstream: Addresses | None = setting(
         None,

@@ -120,8 +120,10 @@ class RoundDisplay(Observer):
 
     def wait_line(self) -> str:
         """Return what the run waits for, and since when."""
-        head = f"{self._title(self._round + 1)}:"
         since = f"since {duration(float(round(self._clock() - self._since)))}"
+        if self._round == self._rounds:
+            return f"{self._title(self._round)}: all rounds are done {since}"
+        head = f"{self._title(self._round + 1)}:"
         opened = self._opened
         if self._work:
             return f"{head} {self._work} {since}"

@@ -74,6 +74,8 @@ class RunView(Observer):
         self._note = ""
         self._ring: dict[str, Any] | None = None
         self._has_ended = False
+        self.may_stay = True
+        """Whether the page may stay up after the end; not if another run follows."""
         # Of the page's thread.
         self._tiles: dict[str, Tile] = {}
         self._shown: OpenRound | None = None

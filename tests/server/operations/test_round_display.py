@@ -239,3 +239,11 @@ def test_a_run_without_a_last_round_shows_no_share_and_no_time_left() -> None:
     text = " ".join(drawn(shown, 200)) + shown.round_line(row(1, "pi"))
     assert "s left" not in text
     assert "forever" not in text
+
+
+def test_no_round_after_the_last_one_is_awaited() -> None:
+    clock = Clock()
+    shown = display(clock, rounds=12)
+    shown.on_round(full_row(12))
+    clock.now += 60.0
+    assert shown.wait_line().startswith("round 12 of 12: all rounds are done since")
