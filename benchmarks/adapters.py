@@ -115,7 +115,7 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
             state = folder / f"state-{part}"
             command = [sys.executable, "-c", CLIENT, str(folder / f"peak-{part}")]
             command += ["--server", f"127.0.0.1:{running.port}", "--task", TASK]
-            command += ["--name", f"device-{part}", "--state", str(state)]
+            command += ["--name", f"device-{part}", "--state", str(state), "--once"]
             command += ["--part", str(part), "--num-parts", str(num_devices)]
             command += ["--secure-aggregation", masks, "--frozen-dtype", "bfloat16"]
             one = subprocess.Popen(command, cwd=ROOT, preexec_fn=None if part else cage.enter)

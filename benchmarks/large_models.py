@@ -144,7 +144,7 @@ def client(
         cage = stack.enter_context(caged(Confinement(memory_bytes=limit_bytes)))
         notes = folder / "notes"
         flags = ["--server", f"127.0.0.1:{running.port}", "--task", TASK]
-        flags += ["--num-parts", str(num_devices)]
+        flags += ["--num-parts", str(num_devices), "--once"]
         for part in range(1, num_devices):
             other = [sys.executable, "-m", "headwater.client", *flags, "--part", str(part)]
             other += ["--name", f"other-{part}", "--state", str(folder / f"other-{part}")]

@@ -97,7 +97,7 @@ def _start(
     cage: Cage, port: int, task: str, folder: Path, log: Any, flags: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "headwater.client", "--server", f"127.0.0.1:{port}"]
-    command += ["--task", task, "--name", "device", "--state", str(folder / "state")]
+    command += ["--task", task, "--name", "device", "--state", str(folder / "state"), "--once"]
     return subprocess.Popen(
         [*command, "--threads", "1", *flags],
         cwd=ROOT,

@@ -171,7 +171,7 @@ class Network:
     def connect(self, address: str, flags: Sequence[str]) -> None:
         for part, own in enumerate(flags):
             where = f"--server {address} --name {part} --state {self._folder}/state-{part}"
-            more = f"{self._task} --threads 1 --patience 300 {own}"
+            more = f"{self._task} --threads 1 --patience 300 --once {own}"
             self._clients.append(self._start("headwater-client", f"{where} {more}"))
 
     def end(self, *servers: subprocess.Popen[bytes]) -> None:

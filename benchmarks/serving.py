@@ -133,7 +133,17 @@ def clients(
 def client_flags(port: int, task: str, part: int, state: Path) -> list[str]:
     """Return the flags of ``headwater-client`` for a device of a benchmark."""
     flags = ["--server", f"127.0.0.1:{port}", "--task", task, "--name", f"device-{part}"]
-    return [*flags, "--part", str(part), "--state", str(state), "--threads", "1", "--no-check"]
+    return [
+        *flags,
+        "--part",
+        str(part),
+        "--state",
+        str(state),
+        "--threads",
+        "1",
+        "--no-check",
+        "--once",
+    ]
 
 
 def end(process: subprocess.Popen[Any]) -> None:

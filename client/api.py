@@ -75,7 +75,8 @@ def take_part(
         state: folder for the position in the examples; not given: ~/.local/state/headwater.
         spool: folder that keeps a half-summed update through a power cut.
         threads: of torch; not given: all usable cores.
-        stay: wait for the next run when one has ended.
+        stay: wait for the next run when one has ended; not given: return with the run's end, as
+            with ``--once``.
         patience: seconds without contact after which to give up.
         settings: all other settings, by dotted keys as in ``{"client.bytes_per_day": 10**9}``
             (docs/settings.md), or the path of a TOML file such as headwater-device/client.toml.
@@ -89,7 +90,7 @@ def take_part(
     call = Call("take_part", locals())  # nothing but the arguments so far
     with caller_state(is_silent=not progress), run_scope(call.objects):
         chosen = call.settings()
-        stay = chosen.client.stay
+        stay = chosen.client.stay or False
         commands.keep_part(
             chosen,
             lambda connection, seconds: Participation(

@@ -31,7 +31,7 @@ def take_part(
     --secure-aggregation the device sends no update that the server could read.
 
     Try it: headwater-client --server 127.0.0.1:8500 \
-        --task examples/digits.py:Digits --name 0 --part 0 --num-parts 2
+        --task examples/digits.py:Digits --name 0 --part 0 --num-parts 2 --once
     """
     if context.invoked_subcommand is None:
         commands.take_part(read_settings(context, config, verbose=verbose, log_format=log_format))

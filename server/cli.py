@@ -290,8 +290,8 @@ def resume(out: RunFolder) -> None:
 def drain(out: RunFolder) -> None:
     """End the server without losing work: it completes its round and exits with 0.
 
-    `headwater-server --resume --out DIR` continues the run later. Devices that were started with
-    `--stay` wait for it; all other devices end.
+    `headwater-server --resume --out DIR` continues the run later. Devices wait for it as long as
+    their --patience, or with --stay without limit; those that were started with --once end.
     """
     _order(out, "drain")
 

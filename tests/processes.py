@@ -225,8 +225,19 @@ class Processes:
         defaults = {"--listen": "127.0.0.1:0", "--out": self.folder / "out", "--threads": 1}
         return self._start("server", [*_with(defaults, given), "--task", task], **how)
 
-    def client(self, port: int, part: int, *arguments: object, task: str, **how: Any) -> Process:
-        """Start device number ``part``, which bears it as its name."""
+    def client(
+        self,
+        port: int,
+        part: int,
+        *arguments: object,
+        task: str,
+        waits: bool = False,
+        **how: Any,
+    ) -> Process:
+        """Start device number ``part``, which bears it as its name.
+
+        It ends with its run, unless it ``waits`` for the next one, as devices do by default.
+        """
         given = [str(argument) for argument in arguments]
         defaults = {
             "--server": f"127.0.0.1:{port}",
@@ -237,7 +248,8 @@ class Processes:
             "--state": self.folder / "state",
             "--patience": 600,
         }
-        return self._start("client", [*_with(defaults, given), "--task", task], **how)
+        ends = () if waits or "--stay" in given else ("--once",)
+        return self._start("client", [*_with(defaults, given), *ends, "--task", task], **how)
 
     def start(self, module: str, *arguments: object, **how: Any) -> Process:
         """Start a command."""

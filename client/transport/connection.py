@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -30,12 +30,13 @@ from headwater.client.transport.retries import (
 )
 from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.client.transport.upload import StreamBroken
-from headwater.common.errors import OlderTerm, ProtocolMismatch, TaskNotInstalled
+from headwater.common.errors import ConnectionLost, OlderTerm, ProtocolMismatch, TaskNotInstalled
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
 from headwater.common.transport.proxy import proxy_options
 from headwater.common.transport.tls import split_address
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
+from headwater.common.wording import duration_text
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +73,14 @@ class Connection:
         self._addresses = deque(addresses)
         self._certificate = certificate
         self._limits = limits or OwnerLimits()
-        self._patience_seconds = patience_seconds
+        self.patience_seconds = patience_seconds
         self._exchange = Exchange(node, self._write)
         self._leaving = LeavePolicy(node, self._exchange, self._limits)
         self._session = b""
         self._stream: ClientStream | None = None
         self._stopping = asyncio.Event()
+        self._awaits_next = False
+        """Whether the device's last run has ended, and it waits for the next one."""
 
     @property
     def _address(self) -> str:
@@ -111,6 +114,22 @@ class Connection:
         self._node.activity.enter("stops, and sends what is summed so far")
         self._node.interrupt()
 
+    async def run_next(self) -> None:
+        """Wait for the next run as long as the patience lasts, and take part in it.
+
+        Raises:
+            HeadwaterError, OtherTaskOffered: see ``run``.
+        """
+        self._awaits_next = True
+        self._node.activity.enter("the run has ended; waits for the next one")
+        await self.wait(FIRST_BACKOFF_SECONDS)
+        try:
+            await self.run()
+        except ConnectionLost:
+            if not self._awaits_next:
+                raise
+            self._stopping.set()  # no server has come back: the device has done its work
+
     async def run(self) -> None:
         """Stay connected until the server says that the run has ended, or ``stop`` is called.
 
@@ -128,7 +147,7 @@ class Connection:
 
     async def _keep_connected(self) -> None:
         retries = RetryPolicy(
-            self._addresses, self._patience_seconds, has_tls=self._certificate is not None
+            self._addresses, self.patience_seconds, has_tls=self._certificate is not None
         )
         while True:
             if await self._stay_away():
@@ -136,7 +155,8 @@ class Connection:
             if self._stopping.is_set():
                 return
             try:
-                self._node.activity.enter(f"connects to {self._address}")
+                if not self._awaits_next:
+                    self._node.activity.enter(f"connects to {self._address}")
                 if await self._connect():
                     return
                 await self._exchange.end()
@@ -149,9 +169,13 @@ class Connection:
                 seconds = retries.wait_seconds(broken)
                 hint = retries.hint(broken)
                 why = str(broken) if hint is None else f"{broken}; {hint}"
-                log.warning("%s: %s; trying again", self._address, why)
+                self._awaits_next = self._awaits_next and not broken.had_contact
+                # That no server is there is what this device waits out: it is no fault.
+                level = logging.INFO if self._awaits_next else logging.WARNING
+                log.log(level, "%s: %s; trying again", self._address, why)
                 self._addresses.rotate(-1)
-                self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
+                if not self._awaits_next:
+                    self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")
                 await self.wait(seconds)
 
     async def _stay_away(self) -> bool:
@@ -275,14 +299,22 @@ def _time_in(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
-async def stay_connected(connection: Connection, *, stay: bool, after_seconds: float = 0.0) -> None:
-    """Run a connection until its run has ended, or forever with ``stay``; a stop signal ends it.
+async def stay_connected(
+    connection: Connection, *, stay: bool | None, after_seconds: float = 0.0
+) -> None:
+    """Run a connection until its run has ended, and then those of the next runs.
 
-    ``after_seconds`` is how long to wait first (``client.transport.retries.TaskChanges``).
+    | ``stay`` | after the end of a run |
+    | --- | --- |
+    | False | it ends, too |
+    | None | it waits for the next run as long as its patience lasts |
+    | True | it waits without limit, also for a run of a task that it has |
+
+    A stop signal ends it. ``after_seconds`` is how long to wait first
+    (``client.transport.retries.TaskChanges``).
 
     Raises:
-        HeadwaterError, OtherTaskOffered: see ``Connection.run``. With ``stay`` the device waits
-            for a run of a task that it has.
+        HeadwaterError, OtherTaskOffered: see ``Connection.run``.
     """
     loop = asyncio.get_running_loop()
     # Not by the loop's add_signal_handler, which Windows lacks.
@@ -290,16 +322,24 @@ async def stay_connected(connection: Connection, *, stay: bool, after_seconds: f
     with at_stop_signals(requests):
         if after_seconds:
             await connection.wait_after_change(after_seconds)
-        await _run_once(connection, stay=stay)
-        while stay and not connection.is_stopping:
-            await asyncio.sleep(FIRST_BACKOFF_SECONDS)
-            await _run_once(connection, stay=stay)
+        await _unless_other_task(connection, connection.run, stay=stay)
+        if stay is not False and not connection.is_stopping:
+            log.warning(
+                "the run has ended; this device waits for the next one%s",
+                ""
+                if stay
+                else f", {duration_text(connection.patience_seconds)} (with --once it ends)",
+            )
+        while stay is not False and not connection.is_stopping:
+            await _unless_other_task(connection, connection.run_next, stay=stay)
 
 
-async def _run_once(connection: Connection, *, stay: bool) -> None:
+async def _unless_other_task(
+    connection: Connection, run: Callable[[], Awaitable[None]], *, stay: bool | None
+) -> None:
     """Run a connection until its run ends; a device that stays waits out a run of another task."""
     try:
-        await connection.run()
+        await run()
     except TaskNotInstalled as error:
         if not stay:
             raise

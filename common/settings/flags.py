@@ -110,7 +110,7 @@ def _with_bare_values(args: list[str]) -> list[str]:
 def _option_of(setting: Setting) -> TyperOption:
     is_switch = setting.value.types == [bool]
     default = "" if setting.default in (None, {}) else f"default: {setting.default}"
-    if is_switch:
+    if is_switch and setting.default is not None:
         words = setting.flag.replace("--", "").split("/")
         words = ["on", "off"] if words[1].startswith("no-") else words
         default = f"default: {words[not setting.default]}"

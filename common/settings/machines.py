@@ -175,8 +175,12 @@ class ClientSettings(Branch):
         "away until the next day",
     )
     metrics: Address | None = setting(None, METRICS)
-    stay: bool = setting(
-        False, "wait for the next run when one has ended", "--stay/--leave", short=True
+    stay: bool | None = setting(
+        None,
+        "when a run has ended, wait for the next one without limit (--stay), or end too (--once); "
+        "not set: wait as long as --patience",
+        "--stay/--once",
+        short=True,
     )
     patience_seconds: Seconds = setting(
         600.0, "give up after so long without contact", "--patience"

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "--epochs": _EPOCHS,
     "--gpu": _CPU,
     "--gpus": _CPU,
+    "--leave": "--once ends the device with the run, as --leave did",
     "--model": _MODEL,
     "--model-name": _MODEL,
     "--num-clients": _CLIENTS,

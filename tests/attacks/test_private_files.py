@@ -54,7 +54,7 @@ def test_a_server_s_and_a_client_s_files_are_their_users(tmp_path: Path) -> None
     for part in range(2):
         where = ("--server", address, "--name", f"pi{part}", "--part", part, "--num-parts", 2)
         state = ("--state", tmp_path / f"state{part}")
-        running.append(opened("headwater.client", "--task", SIGNS, *where, *state))
+        running.append(opened("headwater.client", "--task", SIGNS, *where, *state, "--once"))
     assert [process.wait(60) for process in running] == [0, 0, 0]
     assert for_others(tmp_path / "out") == []
     for part in range(2):

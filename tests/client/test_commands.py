@@ -81,6 +81,7 @@ def two_tasks(state: Path) -> Settings:
             "task": "tests/tasks.py:TwoLayers",
             "client.tasks": [f"Signs={SIGNS}"],
             "client.state": state,
+            "client.stay": False,
             "check_task": False,
             "threads": 1,
         },

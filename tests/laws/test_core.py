@@ -163,7 +163,9 @@ def test_modules_of_a_server_with_two_clients_only_fall(tmp_path: Path) -> None:
     for part in range(2):
         where = ("--server", address, "--name", part, "--part", part, "--num-parts", 2)
         state = ("--state", tmp_path / f"state{part}")
-        running.append(modules_of("client.cli", (*DIGITS, *where, *state), tmp_path / f"{part}"))
+        running.append(
+            modules_of("client.cli", (*DIGITS, *where, *state, "--once"), tmp_path / f"{part}")
+        )
     assert [process.wait(60) for process in running] == [0, 0, 0]
     check("modules, server", modules_in(tmp_path / "server"))
     check("modules, client", modules_in(tmp_path / "0"))

@@ -343,6 +343,7 @@ def test_an_unknown_word_is_answered_by_the_nearest_one_or_the_command_that_has_
     [
         ("simulate", "--batch-size", "--effective-batch-size is what one step sums over all"),
         ("server", "--epochs", "--rounds N sets the length of a run; --local-epochs N trains"),
+        ("client", "--leave", "--once ends the device with the run, as --leave did."),
         ("client", "--device", "All training is on the CPU; --threads N sets the threads."),
         ("client", "--model", "new_model of the task returns: --task FILE.py:CLASS."),
     ],
