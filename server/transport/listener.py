@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -109,8 +109,10 @@ class HealthService:
     as any device does. ``Watch`` is not served: it would hold a stream open per caller.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_call: Callable[[str], None]) -> None:
+        """``note_call`` is called with the address and port of each caller."""
         self.is_serving = True
+        self._note_call = note_call
 
     def rpc_handler(self) -> Any:
         """Return the handler to add to a grpc.aio server."""
@@ -122,6 +124,7 @@ class HealthService:
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, {"Check": check})
 
     async def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
+        self._note_call(context.peer())
         if request.service not in HEALTH_NAMES:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         status = HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING
@@ -129,12 +132,13 @@ class HealthService:
 
 
 class UnidentifiedConnections:
-    """Counts TLS connections that opened no stream: without a valid certificate, or silent.
+    """Counts TLS connections that made no call: without a valid certificate, or silent.
 
     gRPC reports the start of a connection, and our code sees the first frame of a stream; a failure
     in between is reported to nobody. The count is therefore a difference: connections older than a
-    handshake may take, minus connections that opened a stream. It is exact where each connection
-    opens its stream at once, as devices do.
+    handshake may take, minus connections that opened a stream or checked the health. It is exact
+    where each connection does so at once, as devices do. The same address and port is another
+    connection once its streams have ended: a device may come back from there.
     """
 
     def __init__(self) -> None:
@@ -150,8 +154,8 @@ class UnidentifiedConnections:
         with self._lock:
             self._recent.append(now)
 
-    def note_stream(self, peer: str) -> None:
-        """Record a stream; ``peer`` is its connection's address and port."""
+    def note_call(self, peer: str) -> None:
+        """Record a call; ``peer`` is its connection's address and port."""
         with self._lock:
             if peer not in self._identified:
                 self._num_identified += 1
@@ -159,6 +163,11 @@ class UnidentifiedConnections:
             self._identified.move_to_end(peer)
             if len(self._identified) > MAX_PEERS:
                 self._identified.popitem(last=False)
+
+    def note_end(self, peer: str) -> None:
+        """Record the end of a stream, and with a device's stream of its connection."""
+        with self._lock:
+            self._identified.pop(peer, None)
 
     def count(self, now: float) -> int:
         """Return the number so far."""
@@ -186,10 +195,10 @@ class Listener:
         self._failed: dict[asyncio.Task[None], Any] = {}
         self._watching: asyncio.Task[None] | None = None
 
-    def note_stream(self, peer: str) -> None:
-        """Record a stream; without TLS gRPC reports no connections, so none is counted."""
+    def note_call(self, peer: str) -> None:
+        """Record a call; without TLS gRPC reports no connections, so none is counted."""
         if self._credentials is not None:
-            self.unidentified.note_stream(peer)
+            self.unidentified.note_call(peer)
 
     async def open(self) -> None:
         """Open the port.

@@ -96,7 +96,7 @@ class Servicer:
             self._connections, reconnect_seconds=reconnect_seconds, return_seconds=return_seconds
         )
         self._is_closing = False
-        self._health = HealthService()
+        self._health = HealthService(self._note_call)
         self._listener: Listener | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servicer", daemon=True)
@@ -247,9 +247,17 @@ class Servicer:
     async def _serve(self, _: Any, stream: Stream) -> None:
         if self._is_closing:
             return  # a device that reconnected already: it retries
+        peer = stream.peer()
+        self._note_call(peer)
+        try:
+            await self._streams.serve(stream)
+        finally:
+            if self._listener is not None:
+                self._listener.unidentified.note_end(peer)
+
+    def _note_call(self, peer: str) -> None:
         if self._listener is not None:
-            self._listener.note_stream(stream.peer())
-        await self._streams.serve(stream)
+            self._listener.note_call(peer)
 
     async def _send_instructions(
         self, instructions: Sequence[DeviceInstruction], num_needed: int | None

@@ -109,8 +109,7 @@ class Watchdog:
             self._connections.uploads.refusals[NoStream.__name__] = count
         if count.bit_length() > before.bit_length():
             log.warning(
-                "%d connections so far opened no stream: they had no valid certificate or were "
-                "silent",
+                "%d connections so far made no call: they had no valid certificate or were silent",
                 count,
             )
 

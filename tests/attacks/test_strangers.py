@@ -165,14 +165,43 @@ def test_an_unidentified_connection_is_one_without_a_stream_in_time() -> None:
     for second in range(5):
         strangers.note_connection(float(second))
     for peer in ("ipv4:192.0.2.1:1", "ipv4:192.0.2.1:2", "ipv4:192.0.2.1:1"):
-        strangers.note_stream(peer)
+        strangers.note_call(peer)
     late = 5.0 + port_module.HANDSHAKE_SECONDS
     assert strangers.count(2.0) == 0
     assert strangers.count(late) == 3
     strangers.note_connection(late)
-    strangers.note_stream("ipv4:192.0.2.1:3")
+    strangers.note_call("ipv4:192.0.2.1:3")
     assert strangers.count(late) == 3
     assert strangers.count(2 * late) == 3
+
+
+def test_a_device_that_comes_back_from_its_old_port_is_no_stranger() -> None:
+    strangers, peer = UnidentifiedConnections(), "ipv4:192.0.2.1:1"
+    for second in range(3):
+        strangers.note_connection(float(second))
+        strangers.note_call(peer)
+        strangers.note_end(peer)
+    assert strangers.count(3.0 + port_module.HANDSHAKE_SECONDS) == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_health_check_with_a_certificate_is_no_stranger(tmp_path: Path) -> None:
+    certs = make_folder(tmp_path / "ours", "0")
+    ours = credentials_of(certs, "0")
+
+    async def play() -> None:
+        async with serving(credentials=credentials_of(certs, "server")) as run:
+            shown = grpc.ssl_channel_credentials(ours.ca, ours.key, ours.certificate)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{run.port}", shown) as channel:
+                check = channel.unary_unary("/grpc.health.v1.Health/Check")
+                for _ in range(2):
+                    await check(b"")
+            _, stranger = await asyncio.open_connection("127.0.0.1", run.port)
+            await until(lambda: run.refusals["NoStream"] >= 1)
+            stranger.close()
+            assert run.refusals["NoStream"] == 1
+
+    asyncio.run(play())
 
 
 def test_idle_connections_are_bounded(
