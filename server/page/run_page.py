@@ -55,7 +55,9 @@ def _stay(link: str, chosen_seconds: float | None) -> None:
         seconds = math.inf if _is_in_terminal() else 0.0
     if not seconds:
         return
-    until = "until Ctrl-C" if seconds == math.inf else f"for {duration_text(seconds)}, or to Ctrl-C"
+    until = (
+        "until Ctrl-C" if seconds == math.inf else f"for {duration_text(seconds)}, or until Ctrl-C"
+    )
     text = f"the run has ended; the page stays at {link} {until}"
     console.print(text, soft_wrap=True, markup=False, highlight=False)
     with suppress(KeyboardInterrupt):
