@@ -35,6 +35,10 @@ def features_of(
     ``algorithm`` is the device's.
     """
     found: list[Feature] = [*own]
+    if "statistics" in plan.terms:
+        found.append(_loaded("statistics.statistics_round:StatisticsRound")())
+        if not plan.asks_model:
+            return found
     if algorithm is not None or ("local_training" in plan.terms and plan.moves_model):
         found.append(_loaded("local_training.local_training:LocalTraining")(algorithm))
     if context.image.local_L.numel():

@@ -92,6 +92,8 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
         found.append(_loaded("growing_data.growing_plans:GrowingData")())
     if "privacy" in plan.terms or settings.privacy.budget is not None:
         found.append(_loaded("privacy.private_plans:PrivatePlans")())
+    if "statistics" in plan.terms:
+        found.append(_loaded("statistics.statistics_plans:StatisticsPlans")())
     if "compression" in plan.terms:
         found.append(_loaded("compression.compressed_plans:CompressedPlans")())
     return found

@@ -196,6 +196,14 @@ class Plan(WireMessage):
         """See ``Terms``, as of the properties below."""
         return all(one.asks_model for one in self.terms.values())
 
+    def digest_at(self, model_digest: bytes) -> bytes:
+        """Return the digest of what the update is of: of the model, unless no term asks for it.
+
+        A device masks each example once at it.
+        """
+        subjects = () if self.asks_model else (one.subject for one in self.terms.values())
+        return next((one for one in subjects if one is not None), model_digest)
+
     @property
     def vector_bound(self) -> float | None:
         found = (one.vector_bound for one in self.terms.values())

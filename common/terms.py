@@ -58,6 +58,11 @@ class Terms(BaseModel):
         return True
 
     @property
+    def subject(self) -> bytes | None:
+        """The digest of what a round without the model's sum is of; None: of the model."""
+        return None
+
+    @property
     def repeats_examples(self) -> bool:
         """Whether a quota beyond the device's examples passes over them again."""
         return False
@@ -157,6 +162,7 @@ KINDS: dict[str, str] = {
     "own_parameters": "headwater.common.own_parameters.terms:OwnStepTerms",
     "privacy": "headwater.common.privacy.terms:PrivacyTerms",
     "secagg": "headwater.common.secagg.terms:MaskingTerms",
+    "statistics": "headwater.common.statistics.terms:StatisticsTerms",
 }
 """The models by their names; each is imported when a plan has its terms."""
 

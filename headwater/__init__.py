@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from headwater.common.errors import HeadwaterError
     from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
+    from headwater.common.statistics.columns import Statistics
+    from headwater.common.statistics.kinds import Counts, Histogram, Moments
     from headwater.common.sums.encoded_vector import EncodedVector
     from headwater.common.sums.tensor_field import Values
     from headwater.common.task_of_parts.task_of_parts import Task
@@ -40,15 +42,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Compared",
+    "Counts",
     "DeviceFeature",
     "DeviceWork",
     "EncodedVector",
     "GradientSum",
     "HeadwaterError",
+    "Histogram",
     "ModelDifference",
+    "Moments",
     "RoundRecords",
     "Run",
     "ServerFeature",
+    "Statistics",
     "SumOf",
     "SumOfGradients",
     "Task",
@@ -67,15 +73,19 @@ __all__ = [
 
 _MODULES = {
     "Compared": "headwater.simulation.compare.api",
+    "Counts": "headwater.common.statistics.kinds",
     "DeviceFeature": "headwater.client.own_feature.device_feature",
     "DeviceWork": "headwater.client.own_feature.device_feature",
     "EncodedVector": "headwater.common.sums.encoded_vector",
     "GradientSum": "headwater.client.flower.gradient_sum",
     "HeadwaterError": "headwater.common.errors",
+    "Histogram": "headwater.common.statistics.kinds",
     "ModelDifference": "headwater.client.flower.model_difference",
+    "Moments": "headwater.common.statistics.kinds",
     "RoundRecords": "headwater.server.round_records",
     "Run": "headwater.server.run_result",
     "ServerFeature": "headwater.server.own_feature.server_feature",
+    "Statistics": "headwater.common.statistics.columns",
     "SumOf": "headwater.common.terms",
     "SumOfGradients": "headwater.server.flower.sum_of_gradients",
     "Task": "headwater.common.task_of_parts.task_of_parts",

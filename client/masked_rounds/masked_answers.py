@@ -81,7 +81,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
     algorithm = algorithm_for(plan, request.settings.algorithm, name=identity.name)
     hardware = request.hardware
     vitals = vitals_without_training(request, hardware)
-    model = trainer.image.digest
+    model = plan.digest_at(trainer.image.digest)
     sampler = _follow_repeats(request, plan, model=model)
     order_seed = order_seed_of(request, plan)
     window = _unmasked_window(request, plan, sampler, order_seed, model=model)
@@ -253,6 +253,10 @@ def _add_pending(
             sums_S=torch.zeros(extra.num_bytes // 4),
         )
     else:
+        if not plan.asks_model:  # zeros hide the sums' members as a gradient does
+            trainer.accumulator.reclaim()
+            trainer.accumulator.zero()
+            update = replace(update, values_P=trainer.accumulator.values_P)
         owned, _ = trainer.split(identity, plan)
         norm = trainer.accumulator.gradient_norm()
         spans = trainer.image.layout.spans

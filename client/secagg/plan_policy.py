@@ -214,6 +214,9 @@ def taken_apart(pace: Line) -> Line:
 
 
 def _seconds_of(plan: Plan, pace: Line) -> float:
+    """Return the seconds of a plan's gradients; a round without any is cut short by no time."""
+    if not plan.asks_model:
+        return 0.0
     return plan.accumulation_steps * pace.base + plan.quota * pace.each
 
 

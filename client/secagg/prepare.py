@@ -20,7 +20,7 @@ from headwater.common.errors import MaskingRequired, TaskError
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.privacy.terms import PrivacyTerms
-from headwater.common.secagg.masked_numbers import numbers_of
+from headwater.common.secagg.masked_numbers import SUMMED_WEIGHT, numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
 from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
@@ -108,13 +108,15 @@ def unmasked_update(
     privacy = plan.of(PrivacyTerms)
     if privacy is not None:
         norm = 0.0
-    elif not plan.moves_model:
+    elif plan.asks_model and not plan.moves_model:
         noise = noise_sums(report, num_owned=num_owned)
     num_zero = 0
     if privacy is None and plan.coding is None:
         used = set(range(len(spans))).difference(report.unused)
         num_zero = len(zero_tensors(update.values_P, spans, used))
     numbers = numbers_of(report, noise=noise, squared_norm=norm * norm, num_zero=num_zero)
+    if not plan.asks_model:  # there are no steps
+        numbers[SUMMED_WEIGHT] = report.weight
     # What is beyond its limit is refused nowhere: see with_usable_values.
     sums_S = plan.extra_sums(len(update.values_P)).flat(update.sums, name=report.name)
     return UnmaskedUpdate(values_P=update.values_P, numbers=numbers, sums_S=sums_S)

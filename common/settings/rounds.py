@@ -64,6 +64,23 @@ class CohortSettings(Branch):
     )
 
 
+class StatisticsSettings(Branch):
+    """Counts, means and histograms of all examples, before training (docs/task.md)."""
+
+    is_on: bool = setting(
+        False,
+        "the first round computes no gradient: it measures all examples as the task's statistics "
+        "and measured say, and the rounds after it give the task the result",
+        "--statistics/--no-statistics",
+    )
+    max_examples: Count = setting(
+        65_536,
+        "examples that are measured of a device that masks, and so does not tell how many it has",
+        on="",
+        le=2**24,
+    )
+
+
 class AggregationSettings(Branch):
     """How plain updates are combined, and what a single one may do (docs/plain-rounds.md)."""
 

@@ -55,6 +55,7 @@ from headwater.common.settings.rounds import (
     CompressionSettings,
     PrivacySettings,
     SecureSettings,
+    StatisticsSettings,
 )
 from headwater.common.settings.simulation import PartitionSettings, SimulationSettings
 from headwater.common.settings.training import (
@@ -175,6 +176,7 @@ class Settings(Branch):
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     feature: FeatureSettings = branch(FeatureSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
+    statistics: StatisticsSettings = branch(StatisticsSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     compression: CompressionSettings = branch(CompressionSettings, RUN, on=RUNS)
     asynchronous: AsynchronousSettings = branch(AsynchronousSettings, RUN, on=RUNS)

@@ -217,6 +217,10 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: settings.privacy.is_on,
         "headwater.server.privacy.private_rounds:PrivateRounds",
     ),
+    "statistics": (
+        lambda settings: settings.statistics.is_on,
+        "headwater.server.statistics.statistics_rounds:StatisticsRounds",
+    ),
     "secagg": (
         lambda settings: settings.secure.aggregation != "off",
         "headwater.server.secagg.masked_rounds:MaskedRounds",

@@ -221,7 +221,8 @@ class Training:
 
     def _asks_model(self, plans: Mapping[str, Plan]) -> bool:
         """Whether the round's updates have the model's sum: all of them, or none."""
-        found = {plan.asks_model for plan in plans.values()} if self._has_own else {True}
+        may_ask_nothing = self._has_own or "statistics" in self.features
+        found = {plan.asks_model for plan in plans.values()} if may_ask_nothing else {True}
         if len(found) > 1:
             raise SettingsError(
                 f"round {self.round + 1} asks some clients for the model's sum and some for none",

@@ -233,6 +233,7 @@ class MaskedRounds(RunFeature):
         rotation_seed = os.urandom(32)
         digests = self._digests  # of synchronous rounds there are none: all plans have this model
         model_digest = digests[plan.model_version] if digests else self._image.digest
+        model_digest = plan.digest_at(model_digest)
         groups = group_testing.groups(
             cohort.ready,
             self._suspicion,
@@ -299,6 +300,8 @@ class MaskedRounds(RunFeature):
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
         total, was_blind = sums.total(), self._encoding.is_blind
+        if not plan.asks_model:  # of zeros nothing follows for the next vector
+            return decode_sum(total, self._encoding)[0]
         done, self._encoding = decode_sum(total, self._encoding, room=room)
         done, self._figures = self._figures.believed(done)
         if done.num_clipped:

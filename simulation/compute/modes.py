@@ -78,6 +78,8 @@ def compute_of(
             )
         if settings.feature.name is not None:
             raise UnsupportedBatch(f"the feature {settings.feature.name} acts on each device")
+        if settings.statistics.is_on:
+            raise UnsupportedBatch("each device measures its examples by itself (--statistics)")
         if settings.compression.up != "off":
             raise UnsupportedBatch(
                 f"with --compress {settings.compression.up} each device encodes its own vector"

@@ -108,7 +108,8 @@ class Worker:
                 blocks.append(reply.reports.without_clients())
                 continue
             if isinstance(reply, Update):
-                self.vectors[order.slots[len(replies)]].copy_(reply.values_P)
+                slot = self.vectors[order.slots[len(replies)]]
+                slot[: len(reply.values_P)].copy_(reply.values_P)  # some rounds ask for none
                 if reply.sums:
                     sums[len(replies)] = {key: one.numpy() for key, one in reply.sums.items()}
                 replies.append(plain_report(reply.report))

@@ -377,7 +377,8 @@ class WorkerPool:
                 replies[at] = Dropout(name=client.name, error=error_of(*plain))
             else:
                 sums = {k: torch.from_numpy(v) for k, v in result.sums.get(number, {}).items()}
-                replies[at] = Update(values_P=self._slot(at), report=report_of(plain), sums=sums)
+                values_P = self._slot(at) if client.plan.asks_model else self._slot(at)[:0]
+                replies[at] = Update(values_P=values_P, report=report_of(plain), sums=sums)
         return replies
 
     @property

@@ -45,6 +45,12 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "bit_multiplier": (2.0, None),
     },
     "secagg": {"num_invited": (5, 6), "answer_seconds": (2.0, 3.0)},
+    "statistics": {
+        "columns": ("ab" * 32, "cd" * 32),
+        "num_counts": (2, 3),
+        "num_moments": (1, 2),
+        "found": ({"counts": (3, 4), "moments": (0.5,)}, None),
+    },
 }
 # What may differ between the members of one session, and why is said at ``shared_text``.
 MAY_DIFFER = {("secagg", "num_invited"), ("secagg", "answer_seconds")}

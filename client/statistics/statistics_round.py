@@ -1,0 +1,66 @@
+"""A device's part of statistics: the sums over its examples, or the result for its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headwater.client.training.round import Feature, Work
+from headwater.common.errors import ProtocolMismatch
+from headwater.common.messages import Plan
+from headwater.common.statistics.columns import Columns, columns_of, give
+from headwater.common.statistics.terms import COUNTS, MOMENTS, StatisticsTerms
+from headwater.common.task import Task
+
+
+def columns_for(plan: Plan, terms: StatisticsTerms, task: Task, *, name: str) -> Columns:
+    """Return the columns that the device's own task measures, which must be the server's.
+
+    ``name`` is the device's.
+
+    Raises:
+        TaskError: the task measures nothing.
+        ProtocolMismatch: it measures something else than the server's.
+    """
+    columns = columns_of(task)
+    asked = (terms.columns, terms.num_counts, terms.num_moments)
+    if asked != (columns.digest, columns.num_counts, columns.num_moments):
+        raise ProtocolMismatch(
+            f"{name}, round {plan.round}: the server's task measures other statistics than this "
+            "device's: other names, bounds or labels",
+            remedy="start both sides with the same file of the task",
+        )
+    return columns
+
+
+class StatisticsRound(Feature):
+    """Measures the window's examples, or gives the task what the run has found."""
+
+    def prepare(self, work: Work) -> None:
+        """Give the task the result, before its loss is computed.
+
+        Raises:
+            TaskError, TaskFailed, ProtocolMismatch: see ``columns_for`` and ``give``.
+        """
+        terms = work.plan.of(StatisticsTerms)
+        assert terms is not None  # see client.features
+        task = work.context.task
+        columns = columns_for(work.plan, terms, task, name=work.context.name)
+        if terms.found is not None:
+            give(task, columns.found(terms.found.counts, terms.found.moments))
+
+    def sums(self, work: Work) -> Mapping[str, Tensor]:
+        """Return the sums over all examples of the window, whatever their number takes.
+
+        Raises:
+            TaskError, TaskFailed: see ``Columns.sums``.
+        """
+        if work.plan.asks_model:
+            return {}
+        task, examples = work.context.task, work.context.examples
+        used = (examples[position] for position in work.used)
+        counts_C, moments_M = columns_of(task).sums(task, used)
+        found = {COUNTS: torch.from_numpy(counts_C), MOMENTS: torch.from_numpy(moments_M)}
+        return {name: values for name, values in found.items() if len(values)}

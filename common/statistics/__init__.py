@@ -1,0 +1,1 @@
+"""Counts, means and histograms of all examples: what a task measures, and the sums of it."""

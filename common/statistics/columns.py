@@ -1,0 +1,176 @@
+"""The columns that a task measures, and their sums as they travel: two rows of numbers.
+
+The task says in ``measured`` what it measures under which name, and its method ``statistics`` gives
+the values of one example. A device adds them up in float64 and sends them in float32: counts up to
+2^24 are exact, and each moment is off by up to 2^-25 of itself. So a mean is off by up to 2^-24 of
+the width of its bounds and a variance by up to 2^-22 of the squared width, whatever the number of
+devices. Counts are exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from headwater.common.errors import TaskError
+from headwater.common.statistics.kinds import KINDS, Floats, Ints, Kind
+from headwater.common.user_code import running
+
+MEASURED, STATISTICS, USE = "measured", "statistics", "use_statistics"
+"""What a task has: its columns, the values of one example, and what takes the result."""
+REMEDY = "see docs/task.md, Statistics before training"
+CHUNK = 1024
+"""Examples whose values are held until they are added."""
+
+
+class Statistics(Mapping[str, Any]):
+    """What was found of each column, by its name; see ``FoundMoments`` and the others."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._found = dict(found)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; a NaN is None."""
+        return {name: _plain(asdict(one)) for name, one in self._found.items()}
+
+
+def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: [None if one != one else one for one in value] if isinstance(value, list) else value
+        for key, value in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a task measures, in the order of their names."""
+
+    of: Mapping[str, Kind]
+
+    @property
+    def num_counts(self) -> int:
+        """The length of the row of counts of all columns."""
+        return sum(kind.num_counts for kind in self.of.values())
+
+    @property
+    def num_moments(self) -> int:
+        """The length of the row of moments of all columns."""
+        return sum(kind.num_moments for kind in self.of.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of names, kinds and bounds, in hexadecimal: both sides must have the same."""
+        names = {kind: name for name, kind in KINDS.items()}
+        plain = {name: [names[type(kind)], kind.fields()] for name, kind in self.of.items()}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+    def sums(self, task: Any, examples: Iterable[Any]) -> tuple[Ints, Floats]:
+        """Return the rows of counts and moments over some examples.
+
+        Raises:
+            TaskFailed: the task's ``statistics`` raised an exception.
+            TaskError: it returned other names, or a value that cannot be measured.
+        """
+        counts_C = np.zeros(self.num_counts, np.int64)
+        moments_M = np.zeros(self.num_moments)
+        held: list[Mapping[str, Any]] = []
+        for example in examples:
+            held.append(self._values(task, example))
+            if len(held) == CHUNK:
+                self._add(held, counts_C, moments_M)
+                held = []
+        if held:
+            self._add(held, counts_C, moments_M)
+        return counts_C, moments_M
+
+    def _values(self, task: Any, example: Any) -> Mapping[str, Any]:
+        with running(STATISTICS, remedy=REMEDY):
+            found = task.statistics(example)
+        if not isinstance(found, Mapping) or found.keys() != self.of.keys():
+            what = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found)
+            raise TaskError(
+                f"statistics must return a value for each of {', '.join(self.of)}, found {what}",
+                remedy=f"return a dict with the names of {MEASURED}",
+            )
+        return found
+
+    def _add(self, values: Sequence[Mapping[str, Any]], counts_C: Ints, moments_M: Floats) -> None:
+        for name, kind, counts, moments in self._cut(counts_C, moments_M):
+            try:
+                kind.add([one[name] for one in values], counts, moments)
+            except TaskError as error:
+                raise TaskError(f"{name}: {error.message}", remedy=error.remedy) from error
+
+    def _cut(self, counts_C: Ints, moments_M: Floats) -> Iterator[tuple[str, Kind, Ints, Floats]]:
+        at, to = 0, 0
+        for name, kind in self.of.items():
+            counts = counts_C[at : at + kind.num_counts]
+            moments = moments_M[to : to + kind.num_moments]
+            at, to = at + kind.num_counts, to + kind.num_moments
+            yield name, kind, counts, moments
+
+    def found(self, counts: Sequence[int], moments: Sequence[float]) -> Statistics:
+        """Return what rows that were added up over all devices say.
+
+        Raises:
+            TaskError: they are not of these columns.
+        """
+        if (len(counts), len(moments)) != (self.num_counts, self.num_moments):
+            raise TaskError(
+                f"found statistics of {len(counts):,} counts and {len(moments):,} moments, the "
+                f"task measures {self.num_counts:,} and {self.num_moments:,}",
+                remedy="begin a new run: the task measures something else now",
+            )
+        rows = self._cut(np.array(counts, np.int64), np.array(moments, np.float64))
+        return Statistics({name: kind.found(c, m) for name, kind, c, m in rows})
+
+
+def columns_of(task: Any) -> Columns:
+    """Return the columns that a task measures.
+
+    Raises:
+        TaskError: it has no method ``statistics``, or no ``measured`` that says what.
+    """
+    measured, name = getattr(task, MEASURED, None), type(task).__name__
+    if not callable(getattr(task, STATISTICS, None)) or not isinstance(measured, Mapping):
+        raise TaskError(
+            f"statistics are asked for, and the task {name} does not say which: it needs a method "
+            f"{STATISTICS}(example) and a dict {MEASURED}",
+            remedy=REMEDY,
+        )
+    kinds = tuple(KINDS.values())
+    wrong = [key for key, one in measured.items() if type(one) not in kinds]
+    if wrong or not measured or not all(isinstance(key, str) for key in measured):
+        raise TaskError(
+            f"{name}.{MEASURED} must have names, each with a headwater.Moments, Histogram or "
+            f"Counts{', not so: ' + ', '.join(map(str, wrong)) if wrong else ''}",
+            remedy=REMEDY,
+        )
+    return Columns({key: measured[key] for key in sorted(measured)})
+
+
+def give(task: Any, found: Statistics) -> None:
+    """Give a task what was found, if it has ``use_statistics``.
+
+    Raises:
+        TaskFailed: it raised an exception.
+    """
+    use = getattr(task, USE, None)
+    if use is not None:
+        with running(USE, remedy=REMEDY):
+            use(found)

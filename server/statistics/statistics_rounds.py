@@ -1,0 +1,229 @@
+"""The first round of a run with ``--statistics``: it measures all examples, and takes no step.
+
+Statistics are sums, so they obey the law of all rounds: devices add up their examples, the server
+adds the devices, and a mean is divided once. The result is in the run's folder and its checkpoint,
+the task gets it on both sides, and the plans of all later rounds have it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.common.errors import SettingsError, StateError, UpdateAlreadyMasked
+from headwater.common.messages import MAX_STEPS, Plan
+from headwater.common.statistics.columns import Statistics, columns_of, give
+from headwater.common.statistics.terms import (
+    COUNTS,
+    MAX_VALUES,
+    MOMENTS,
+    FoundSums,
+    StatisticsTerms,
+)
+from headwater.common.system.atomic_file import atomic_writer
+from headwater.common.terms import Terms
+from headwater.common.wording import counted
+from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.planning.features import DraftPlans
+from headwater.server.rounds.features import Opening, RunFeature, RunState
+from headwater.server.rounds.open_round import OpenRound
+from headwater.server.statistics.advice import FILE, advice
+
+log = logging.getLogger(__name__)
+
+
+class StatisticsRounds(RunFeature):
+    """Measures all examples once, and hands on what was found."""
+
+    def __init__(self, run: RunState) -> None:
+        """Take the columns of the run's task.
+
+        Raises:
+            TaskError: the task measures nothing.
+            SettingsError: it measures too much, or another setting does not go with it.
+        """
+        _check_settings(run)
+        self._run = run
+        self._columns = columns_of(run.task)
+        self._found: FoundSums | None = None
+        self._measured_round: int | None = None
+        """The number of the round that this process has measured in."""
+        number = self._columns.num_counts + self._columns.num_moments
+        if number > MAX_VALUES:
+            raise SettingsError(
+                f"the statistics of the task are {number:,} numbers, and each plan has room for "
+                f"{MAX_VALUES:,}",
+                remedy="measure fewer columns, or set a smaller num_bins of Moments",
+            )
+
+    def write(self, drafts: DraftPlans) -> None:
+        if self._found is not None:
+            drafts.ask(self._terms())
+
+    def open(self, opening: Opening) -> None:
+        """Let the plans of the first round ask for statistics of all examples, and nothing else."""
+        if self._found is not None:
+            return
+        terms = self._terms()
+        made: dict[int, dict[str, Terms]] = {}
+        most = self._run.settings.statistics.max_examples
+        plans = {}
+        for name, plan in opening.plans.items():
+            own = made.get(id(plan.terms))
+            if own is None:
+                masks = {key: one for key, one in plan.terms.items() if one.keeps_update}
+                own = made[id(plan.terms)] = {**masks, terms.NAME: terms}
+            # Of a member of a session nothing may follow from how many examples it has.
+            quota = most if plan.keeps_update else opening.owned[name]
+            plans[name] = _measuring(plan, own, quota)
+        opening.plans = plans
+
+    def answered(self, opened: OpenRound) -> None:
+        """Name what is wrong if devices have masked these statistics before.
+
+        Raises:
+            UpdateAlreadyMasked: all refuse.
+        """
+        refused = [e for e in opened.refused.values() if isinstance(e, UpdateAlreadyMasked)]
+        if self._found is None and refused and len(refused) == len(opened.plans):
+            raise UpdateAlreadyMasked(
+                f"{counted(len(refused), 'device')} masked these statistics before, and two sums "
+                "of them would show the devices that are in only one",
+                remedy="go on with the run that has them (--resume); or train without --statistics",
+            )
+
+    def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
+        if self._found is not None:
+            return done
+        return replace(done, mean_P=torch.zeros(0), loss_sum=math.nan, noise=None)
+
+    def committed(self, done: RoundSum) -> None:
+        if self._found is not None:
+            return
+        counts, moments = (
+            done.sums[name].tolist() if name in done.sums else [] for name in (COUNTS, MOMENTS)
+        )
+        self._found = FoundSums(counts=tuple(map(round, counts)), moments=tuple(moments))
+        self._measured_round = self._run.round
+        found = self._given()
+        log.info(
+            "round %d measured %s of %s; no step was taken",
+            self._run.round,
+            counted(round(done.num_examples), "example"),
+            counted(len(done.names), "device"),
+        )
+        for line in advice(found):
+            log.warning("%s", line)
+
+    def to_json(self) -> dict[str, Any]:
+        if self._found is None:
+            return {}
+        return {"columns": self._columns.digest, **self._found.model_dump(mode="json")}
+
+    def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take what was measured before.
+
+        Raises:
+            SettingsError: the task measures something else now.
+        """
+        self._found = None
+        if not row:
+            return
+        if row["columns"] != self._columns.digest:
+            raise SettingsError(
+                "the task measures other statistics than this run has: other names, bounds or "
+                "labels",
+                remedy="resume with the task that the run was started with, or begin a new run",
+            )
+        self._found = FoundSums(counts=row["counts"], moments=row["moments"])
+        self._given()
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether the last round has measured: devices that mask measure only once."""
+        return self._measured_round == self._run.round
+
+    def saved(self, folder: Path) -> None:
+        """Write the result into the run's folder, once.
+
+        Raises:
+            StateError: the disk is full or not writable.
+        """
+        if self._found is None or (folder / FILE).exists():
+            return
+        text = json.dumps(self._statistics().to_json(), indent=1, allow_nan=False)
+        try:
+            with atomic_writer(folder / FILE) as part:
+                part.write_text(text + "\n")
+        except OSError as error:
+            raise StateError(f"{folder / FILE} cannot be written: {error}") from error
+
+    def _terms(self) -> StatisticsTerms:
+        return StatisticsTerms(
+            columns=self._columns.digest,
+            num_counts=self._columns.num_counts,
+            num_moments=self._columns.num_moments,
+            found=self._found,
+        )
+
+    def _statistics(self) -> Statistics:
+        assert self._found is not None
+        return self._columns.found(self._found.counts, self._found.moments)
+
+    def _given(self) -> Statistics:
+        found = self._statistics()
+        give(self._run.task, found)
+        return found
+
+
+def _measuring(plan: Plan, terms: Mapping[str, Terms], quota: int) -> Plan:
+    """Return a plan of all examples; a window has at most ``MAX_STEPS`` micro-batches."""
+    return plan.model_copy(
+        update={
+            "terms": terms,
+            "quota": quota,
+            "micro_batch_size": max(plan.micro_batch_size, -(-quota // MAX_STEPS)),
+            "finish_seconds": None,
+            "share": None,
+            "weigh_as": None,
+            "reason": "all examples, for statistics",
+        }
+    )
+
+
+def _check_settings(run: RunState) -> None:
+    """Check that nothing else is set that needs updates of gradients, or noise in each sum.
+
+    Raises:
+        SettingsError: something is.
+    """
+    settings = run.settings
+    refused = {
+        "statistics have no noise, and a private run tells nothing without: leave out "
+        "--privacy-epsilon": settings.privacy.is_on,
+        "asynchronous rounds have no first one that all devices are in: leave out "
+        "--asynchronous": settings.asynchronous.is_on,
+        "a robust rule compares gradients, and statistics are a sum: leave out "
+        "--aggregation": settings.aggregation.rule != "sum",
+        "a feature of your own may act on each round: leave out --feature": (
+            settings.feature.name is not None
+        ),
+        "a client algorithm acts on each round: leave out --client-algorithm": (
+            settings.algorithm.name is not None
+        ),
+        "devices are tested before they have the result: leave out --evaluate-on-devices": (
+            settings.evaluation.on_devices
+        ),
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            why, _, remedy = text.partition(": ")
+            raise SettingsError(f"with --statistics {why}", remedy=f"{remedy}, or --statistics")
