@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import SERVER
-from headwater.common.settings.flags import PlainCommand
+from headwater.common.settings.flags import PlainCommand, SettingsCommand
 from headwater.common.system.command_line import (
     Config,
     LogFormat,
@@ -21,6 +21,10 @@ from headwater.common.system.command_line import (
     read_settings,
 )
 from headwater.common.system.stop_signals import interrupt_at_stop_signals
+
+if TYPE_CHECKING:
+    from headwater.common.settings.schema import Settings
+    from headwater.common.transport.tls import Credentials
 
 app = new_app("headwater-server")
 
@@ -88,17 +92,54 @@ def serve(
             remedy="leave out --upstream-config, or add --upstream with the address of the server "
             "above",
         )
+    credentials = _credentials(settings)
+    from headwater.common.settings.sources import default_out
+    from headwater.server.run_sequence import serve_runs
+
+    settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
+    serve_runs(settings, credentials, resume=resume, shared=shared)
+
+
+def _credentials(settings: Settings) -> Credentials | None:
+    """Return the server's TLS files; check that what is in plain text stays on loopback."""
     listen = settings.server.listen
     credentials = check_addresses(settings, listen, metrics=settings.server.metrics)
     if settings.server.page is not None:
         from headwater.server.page.page_server import check_page_address
 
         check_page_address(settings.server.page, has_tls=credentials is not None)
-    from headwater.common.settings.sources import default_out
-    from headwater.server.run_sequence import serve_runs
+    return credentials
 
-    settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
-    serve_runs(settings, credentials, resume=resume, shared=shared)
+
+class StatisticsCommand(SettingsCommand):
+    """A command with the flags of ``headwater-server`` itself, but what it sets."""
+
+    flags_of = "server"
+    hidden_flags = ("rounds", "statistics.is_on")
+
+
+@app.command(cls=StatisticsCommand)
+def statistics(
+    context: typer.Context,
+    config: Config = None,
+    log_format: LogFormat = None,
+    verbose: Verbose = False,
+) -> None:
+    r"""Measure the devices' examples and print means, histograms and counts; train nothing.
+
+    The task says what is measured (docs/task.md). It is one round, with the flags of the server:
+    with --secure-aggregation the server sees the sums over all devices alone. The result is in
+    statistics.json of --out, and `headwater-server --resume --out DIR --rounds N` trains with it.
+    Devices that were started with --stay wait for that.
+
+    Try it: headwater-server statistics --min-clients 2 \
+        --task examples/unscaled_table.py:UnscaledTable
+    """
+    from headwater.server.statistics.command import measure
+
+    fixed: dict[str, Any] = {"rounds": 1, "statistics.is_on": True}
+    given = read_settings(context, config, verbose=verbose, log_format=log_format, **fixed)
+    measure(given, _credentials(given))
 
 
 @app.command(cls=PlainCommand)

@@ -24,7 +24,7 @@ QUEUE, POINTER = "queue", "successor.json"
 # Modules with ``status_fields`` and ``status_lines``, in the order in which the status has them.
 STATUS = ("headwater.server.privacy.spent_budget", "headwater.server.succession.queue_status")
 
-RESULT_FILES = (("adapter", "adapter.safetensors"),)
+RESULT_FILES = (("adapter", "adapter.safetensors"), ("statistics", "statistics.json"))
 """The files of a run's result, with their titles, as ``common.model.trained_model`` names them."""
 
 
