@@ -16,6 +16,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -88,6 +89,8 @@ class ModelImage:
         """The frozen parameters and the buffers."""
         self.fingerprint: Fingerprint | None = None
         """Of the frozen part; None if it was not computed since the memory was written."""
+        self.recorded: dict[str, Any] = {}
+        """What the record of the model's file has of features, by its fields."""
         views = self.layout.local_tensors(self.local_L)
         views |= {slot.name: slot.view_of(self.bytes_U8) for slot in self.layout.trainable}
         views |= {slot.name: slot.view_of(self.frozen_U8) for slot in self.layout.frozen}

@@ -65,6 +65,8 @@ class ModelRecord:
     """The metric, its value and its round, if the file holds the best round's model."""
     base_digest: str | None = None
     """Of the frozen part, if the file is an adapter: it has the trained parameters alone."""
+    statistics: dict[str, Any] | None = None
+    """What the run measured before training, which its task needs (``common.statistics``)."""
 
     @property
     def frozen_dtype(self) -> str | None:
@@ -95,6 +97,7 @@ class ModelRecord:
             "layout_digest": self.layout_digest,
             "best": json.dumps(self.best) if self.best is not None else None,
             BASE_KEY: self.base_digest,
+            "statistics": json.dumps(self.statistics) if self.statistics is not None else None,
         }
         return metadata | {key: str(value) for key, value in optional.items() if value is not None}
 
@@ -108,6 +111,7 @@ class ModelRecord:
         if "headwater" not in metadata:
             return cls()
         best, rounds = metadata.get("best"), metadata.get("rounds")
+        statistics = metadata.get("statistics")
         return cls(
             task=metadata.get("task"),
             settings=dict(json_of(metadata.get("settings", "{}"))),
@@ -118,6 +122,7 @@ class ModelRecord:
             layout_digest=metadata.get("layout_digest"),
             best=None if best is None else dict(json_of(best)),
             base_digest=metadata.get(BASE_KEY),
+            statistics=None if statistics is None else dict(json_of(statistics)),
         )
 
 
@@ -164,9 +169,11 @@ def load_module(
 ) -> nn.Module:
     """Return the task's model with the recorded layers and the tensors of a file, in eval mode.
 
-    ``local`` is the file of a device with the parameters that stayed on it.
+    ``local`` is the file of a device with the parameters that stayed on it. The task is given the
+    statistics that the model was trained with, if there are some.
 
     Raises:
+        TaskError: the task measures other statistics than those of the file.
         TaskFailed: the task's ``new_model`` raised an exception.
         ModelMismatch: the task's model has other tensors; names the first one that differs.
         FrozenPartMismatch, LocalParametersMissing, StateError: see ``load_model``.
@@ -182,6 +189,8 @@ def load_module(
             f"{file} has all parameters of its model, and {local} would replace some",
             remedy="leave out the device's file: no parameters stayed on the devices",
         )
+    if record.statistics is not None:
+        part_of("headwater.common.statistics.columns").give_recorded(task, record.statistics)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(record.settings.get("seed", 0)))
         model = built_model(task)

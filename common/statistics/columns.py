@@ -174,3 +174,20 @@ def give(task: Any, found: Statistics) -> None:
     if use is not None:
         with running(USE, remedy=REMEDY):
             use(found)
+
+
+def give_recorded(task: Any, row: Mapping[str, Any]) -> None:
+    """Give a task the statistics in the record of a model's file.
+
+    Raises:
+        TaskError: the task measures something else.
+        TaskFailed: see ``give``.
+    """
+    columns = columns_of(task)
+    if row.get("columns") != columns.digest:
+        raise TaskError(
+            f"the model was trained with other statistics than {type(task).__name__} measures: "
+            "other names, bounds or labels",
+            remedy="name the task that it was trained with",
+        )
+    give(task, columns.found(row["counts"], row["moments"]))

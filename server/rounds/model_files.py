@@ -84,6 +84,7 @@ def _record(
         replaced_layers={names[name]: layer for name, layer in image.replaced_layers.items()},
         layout_digest=image.layout.digest,
         best=best,
+        **image.recorded,
     )
 
 

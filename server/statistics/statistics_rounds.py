@@ -180,6 +180,7 @@ class StatisticsRounds(RunFeature):
 
     def _given(self) -> Statistics:
         found = self._statistics()
+        self._run.image.recorded[StatisticsTerms.NAME] = self.to_json()
         give(self._run.task, found)
         return found
 

@@ -14,6 +14,7 @@ import headwater
 from examples.unscaled_table import UnscaledTable, houses
 from headwater.common.errors import SettingsError, TaskError
 from headwater.common.statistics.columns import columns_of
+from headwater.server.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint
 from tests.statistics.measured import HOUSES, Houses
 
@@ -170,6 +171,21 @@ def test_training_with_them_reaches_what_central_standardisation_reaches() -> No
 def start_of(run: Any) -> Any:
     torch.manual_seed(run.settings.seed)
     return UnscaledTable().new_model().parameters()
+
+
+def test_the_file_of_a_model_has_them_for_whoever_tests_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = headwater.simulate(HOUSES, **GIVEN, rounds=30, out=tmp_path)
+    wanted = run.history[-1].metrics["test_loss"]
+    task = Houses()
+    headwater.load_model(tmp_path, task)
+    assert task.mean[0] > 1000
+    (found,) = evaluate(tmp_path, data=[], task=HOUSES).results
+    assert found.loss == pytest.approx(wanted, rel=1e-6)
+    monkeypatch.setattr(Houses, "measured", {**Houses.measured, "price": headwater.Moments(0, 1)})
+    with pytest.raises(TaskError, match="other statistics"):
+        headwater.load_model(tmp_path, Houses())
 
 
 class Worse(Houses):
