@@ -47,6 +47,7 @@ class Task(Protocol):
     It may also have ``test_examples() -> Examples``, ``collate(examples) -> batch``,
     ``max_weight_per_example`` (1 where absent), ``weight_unit: float`` where weights are no whole
     numbers, ``penalty(model) -> scalar``, a term of the mean loss on the parameters,
+    ``statistics(example)``, ``measured`` and ``use_statistics(found)`` (``common.statistics``),
     ``set_round(number)``, which is called before the loss is computed for a round, from 1,
     ``columns(examples) -> Mapping[str, Sequence]``, for partitions (``common.data.columns``), and
     ``lengths(examples) -> Sequence[int]``, where a batch is padded
