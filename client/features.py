@@ -94,6 +94,19 @@ def algorithm_trial(algorithm: Any) -> Any:
     return partial(_loaded("algorithms.trial:try_algorithm"), algorithm)
 
 
+def trial_of(algorithm: Any) -> Callable[[TrainingContext], None]:
+    """Return what tries, before the first round, the parts of a task that plans may ask for."""
+    of_algorithm = algorithm_trial(algorithm)
+
+    def trial(context: TrainingContext) -> None:
+        if hasattr(context.task, "measured"):
+            _loaded("statistics.statistics_round:try_statistics")(context)
+        if of_algorithm is not None:
+            of_algorithm(context)
+
+    return trial
+
+
 def algorithm_for(plan: Plan, chosen: AlgorithmSettings, *, name: str) -> Any:
     """Return the client algorithm for a plan, or None.
 

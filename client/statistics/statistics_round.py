@@ -7,12 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import ProtocolMismatch
 from headwater.common.messages import Plan
 from headwater.common.statistics.columns import Columns, columns_of, give
 from headwater.common.statistics.terms import COUNTS, MOMENTS, StatisticsTerms
 from headwater.common.task import Task
+
+NUM_TRIED = 8
+"""Examples on which a task's statistics are tried before the first round."""
 
 
 def columns_for(plan: Plan, terms: StatisticsTerms, task: Task, *, name: str) -> Columns:
@@ -33,6 +37,20 @@ def columns_for(plan: Plan, terms: StatisticsTerms, task: Task, *, name: str) ->
             remedy="start both sides with the same file of the task",
         )
     return columns
+
+
+def try_statistics(context: TrainingContext) -> None:
+    """Measure a device's first examples, before the first round.
+
+    A device that masks gives each example to one sum of statistics: if the task fails there, it
+    adds nothing, and may not add it later.
+
+    Raises:
+        TaskError, TaskFailed: see ``columns_of`` and ``Columns.sums``.
+    """
+    examples = context.examples
+    first = (examples[position] for position in range(min(len(examples), NUM_TRIED)))
+    columns_of(context.task).sums(context.task, first)
 
 
 class StatisticsRound(Feature):

@@ -7,7 +7,7 @@ on the first examples that a process opens, and ``check_task`` switches both off
 
 from __future__ import annotations
 
-from headwater.client.features import algorithm_of, algorithm_trial
+from headwater.client.features import algorithm_of, trial_of
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
@@ -58,5 +58,5 @@ def trainer_of(
         limits=MemoryLimits(memory_limit_bytes),
         check_task=check_task,
         seed=seed,
-        trial=algorithm_trial(algorithm),
+        trial=trial_of(algorithm),
     )

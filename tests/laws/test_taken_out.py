@@ -43,6 +43,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "local_training": ("--local-steps", "2"),
     "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
+    "statistics": ("--statistics",),
 }
 
 

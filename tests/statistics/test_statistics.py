@@ -188,6 +188,17 @@ def test_the_file_of_a_model_has_them_for_whoever_tests_it(
         headwater.load_model(tmp_path, Houses())
 
 
+class Short(Houses):
+    def statistics(self, example: Any) -> Any:
+        return {**super().statistics(example), "inputs": [1.0]}
+
+
+@pytest.mark.parametrize("masks", [{}, MASKED], ids=["plain", "masked"])
+def test_a_task_s_statistics_are_tried_before_anything_is_masked(masks: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match="size=3"):
+        headwater.simulate(Short, **{**GIVEN, **masks}, rounds=1)
+
+
 class Worse(Houses):
     """Returns what the test wants."""
 
