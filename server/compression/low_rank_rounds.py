@@ -91,7 +91,9 @@ class LowRankRounds(RunFeature):
         return download_bytes(settings, self._run.image.layout) + columns, sent
 
     def committed(self, done: RoundSum) -> None:
-        """Let the next round's columns span what this round's sum had."""
+        """Let the next round's columns span what this round's sum had, if it had the model's."""
+        if not len(done.mean_P):
+            return
         random = self._random(self._run.round)
         self._side, self._basis = next_columns(done.mean_P, self._terms(self._side), random)
 

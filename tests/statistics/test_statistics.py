@@ -80,6 +80,19 @@ def test_statistics_are_numpy_s_over_all_examples(tmp_path: Path, way: dict[str,
     assert_of(measured_in(tmp_path), [*range(CLIENTS)])
 
 
+def test_the_round_that_measures_sends_no_factors_and_the_next_one_does(tmp_path: Path) -> None:
+    low_rank = {"compression.up": "low-rank", "compression.rank": 1}
+    run = headwater.simulate(
+        HOUSES.replace("Houses", "WideHouses"),
+        **GIVEN,
+        rounds=3,
+        out=tmp_path,
+        settings=low_rank,
+    )
+    assert_of(measured_in(tmp_path), [*range(CLIENTS)])
+    assert run.history[1].bytes_up == 2 * (64 + 64 + 64 + 1) * CLIENTS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [GRPC, {**GRPC, **MASKED}, {"settings": {"simulation.workers": 2}}], ids=str
