@@ -113,8 +113,13 @@ def _windows(text: bytes) -> list[bytes]:
     ]
 
 
-def rounds_of(steps: int, bits: str | None = None, **outer: float) -> dict[str, Any]:
-    """Return the settings of rounds of H local steps, sent in few bits both ways."""
+def rounds_of(
+    steps: int, bits: str | None = None, *, rank: int | None = None, **outer: float
+) -> dict[str, Any]:
+    """Return the settings of rounds of H local steps, sent in few bits both ways.
+
+    With a rank the updates are factors in bfloat16, and only the model is sent in the bits.
+    """
     chosen = {"learning_rate": 1.0, "momentum": 0.3} | outer
     given: dict[str, Any] = {
         "local.steps": steps,
@@ -122,7 +127,10 @@ def rounds_of(steps: int, bits: str | None = None, **outer: float) -> dict[str, 
         "optimizer.learning_rate": chosen.pop("learning_rate"),
         "optimizer.arguments": chosen,
     }
-    sent = {} if bits is None else {"compression.up": bits, "compression.down": bits}
+    sent: dict[str, Any] = {} if bits is None else {"compression.up": bits}
+    sent |= {} if bits is None else {"compression.down": bits}
+    if rank is not None:
+        sent |= {"compression.up": "low-rank", "compression.rank": rank}
     return given | sent
 
 
@@ -141,6 +149,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4_h120": rounds_of(120, "int4"),
     "int1_h60": rounds_of(60, "int1"),
     "int2_h120": rounds_of(120, "int2"),
+    "rank8_h60": rounds_of(60, "int4", rank=8),
+    "rank4_h120": rounds_of(120, "int2", rank=4),
 }
 
 

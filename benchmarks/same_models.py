@@ -60,6 +60,8 @@ SIMULATED = {
     "--compress-fraction 0.05 --compress-down int8",
     "random-k, semi-honest": f"{ADAM} --clients 6 --rounds 3 --accumulation-steps 2 "
     "--compress random-k --compress-fraction 0.1 --secure-aggregation semi-honest",
+    "low rank, semi-honest": f"{ADAM} --clients 6 --rounds 4 --accumulation-steps 2 "
+    "--compress low-rank --compress-rank 8 --secure-aggregation semi-honest",
     "trimmed mean": f"{ADAM} --clients 10 --rounds 4 --accumulation-steps 2 "
     "--aggregation trimmed-mean --attackers 0.2",
     "krum": f"{ADAM} --clients 10 --rounds 4 --accumulation-steps 2 --aggregation krum "

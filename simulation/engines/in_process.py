@@ -159,7 +159,8 @@ class LocalFleet:
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
-        self._bytes_down += sum(plan.tensor_bytes for plan in plans.values() if plan.terms)
+        if self._settings.compression.up == "low-rank" or self._settings.feature.name is not None:
+            self._bytes_down += sum(plan.tensor_bytes for plan in plans.values())
         self._note((one.name for one in called), "computing")
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
