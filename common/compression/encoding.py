@@ -18,6 +18,7 @@ from headwater.common.compression.low_rank import (
     decoded_factors,
     encode_factors,
 )
+from headwater.common.compression.packed_top import decoded_packed_top, encode_packed_top
 from headwater.common.compression.random_coordinates import (
     SharedPositions,
     decoded_random,
@@ -56,7 +57,10 @@ class Coding:
             case "int4" | "int2" | "int1" as few:
                 return encode_few_bits(values_P, few)
             case "top-k":
-                return encode_top(values_P, self.terms.num_sent(values_P.numel()))
+                number, values = self.terms.num_sent(values_P.numel()), self.terms.values
+                if values == "bfloat16":
+                    return encode_top(values_P, number)
+                return encode_packed_top(values_P, number, values)
             case "random-k":
                 return encode_random(values_P, self.positions(values_P.numel()))
             case "low-rank":
@@ -87,7 +91,10 @@ class Coding:
             case "int4" | "int2" | "int1":
                 return decoded_few_bits(memory, num_values, method, name=name)
             case "top-k":
-                return decoded_top(memory, num_values, self.terms.num_sent(num_values), name=name)
+                number, values = self.terms.num_sent(num_values), self.terms.values
+                if values == "bfloat16":
+                    return decoded_top(memory, num_values, number, name=name)
+                return decoded_packed_top(memory, num_values, number, values, name=name)
             case "random-k":
                 return decoded_random(memory, self.positions(num_values))
             case "low-rank":

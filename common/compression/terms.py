@@ -27,6 +27,8 @@ BLOCK = 1024
 """Coordinates that share a scale, a float32: 0.03 bits more for each coordinate."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
+SHORT_SPAN = 1 << 12
+"""The same where the values take few bits: 12 bits for each position."""
 
 
 class Matrix(NamedTuple):
@@ -65,6 +67,9 @@ class CompressionTerms(Terms):
         0.1, description="of the coordinates that top-k and random-k send"
     )
     feedback: bool = Field(True, description="add what was not sent to the device's next update")
+    values: Literal["bfloat16", "int4", "int2", "int1"] = Field(
+        "bfloat16", description="how top-k sends the values of its coordinates"
+    )
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="the columns of a factor in low-rank, at most"
     )
@@ -119,6 +124,9 @@ class CompressionTerms(Terms):
                 return num_values + 4 * -(-num_values // BLOCK)
             case "int4" | "int2" | "int1":
                 return few_bits_bytes(self.method, num_values)
+            case "top-k" if self.values != "bfloat16":
+                positions = 2 * -(-num_values // SHORT_SPAN) + packed_bytes(number)
+                return positions + few_bits_bytes(self.values, number)
             case "top-k":
                 return 4 * -(-num_values // SPAN) + (2 + 2) * number
             case _:
@@ -136,13 +144,21 @@ def terms_of(settings: CompressionSettings) -> CompressionTerms | None:
     if settings.up in ("off", "low-rank"):
         return None
     return CompressionTerms(
-        method=settings.up, fraction=settings.fraction, feedback=settings.feedback
+        method=settings.up,
+        fraction=settings.fraction,
+        feedback=settings.feedback,
+        values=settings.values,
     )
 
 
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:
     """Return the bytes of a plain update under these terms; None: float32."""
     return 4 * num_values if terms is None else terms.num_bytes(num_values)
+
+
+def packed_bytes(number: int) -> int:
+    """Return the bytes of so many positions of 12 bits."""
+    return -(-3 * number // 2)
 
 
 def few_bits_bytes(method: FewBits, num_values: int) -> int:

@@ -25,6 +25,7 @@ from headwater.common.errors import CorruptUpdate
 from headwater.common.sums.encoded_vector import EncodedVector, Floats
 
 Bits = NDArray[np.uint32]
+Positions = NDArray[np.int64]
 NUM_BINS = 1 << 16
 
 
@@ -36,14 +37,9 @@ def encode_top(values_P: Tensor, number: int) -> bytearray:
     counts = np.frombuffer(data, "<u4", num_spans)
     positions = np.frombuffer(data, "<u2", number, offset=4 * num_spans)
     sent = memoryview(data)[4 * num_spans + 2 * number :]
-    threshold, num_equal = _threshold(values, number)
     done = 0
-    for span in range(num_spans):
-        part = values[span * SPAN : (span + 1) * SPAN]
-        bits = _bits(part)
-        equal = np.flatnonzero(bits == threshold)[:num_equal]
-        num_equal -= len(equal)
-        chosen = np.union1d(np.flatnonzero(bits > threshold), equal)
+    for span, found in enumerate(largest_in(values, number, length=SPAN)):
+        part, chosen = values[span * SPAN : (span + 1) * SPAN], found - span * SPAN
         counts[span] = len(chosen)
         positions[done : done + len(chosen)] = chosen
         picked = torch.from_numpy(part[chosen])
@@ -91,6 +87,16 @@ def decoded_top(data: memoryview, num_values: int, number: int, *, name: str) ->
         return decoded
 
     return EncodedVector(num_values, decode)
+
+
+def largest_in(values: Floats, number: int, *, length: int) -> Iterator[Positions]:
+    """Yield the positions of the ``number`` largest magnitudes, increasing, piece by piece."""
+    threshold, num_equal = _threshold(values, number)
+    for low in range(0, len(values), length):
+        bits = _bits(values[low : low + length])
+        equal = np.flatnonzero(bits == threshold)[:num_equal]
+        num_equal -= len(equal)
+        yield np.union1d(np.flatnonzero(bits > threshold), equal) + low
 
 
 def _bits(values: Floats) -> Bits:

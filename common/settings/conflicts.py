@@ -323,6 +323,11 @@ def _of_compression(
             "asynchronous rounds updates of several rounds are added",
             remedy="leave out --asynchronous, or use --compress int4",
         )
+    if up != "top-k" and compression.values != "bfloat16":
+        yield SettingsError(
+            f"--compress-values is of --compress top-k, not of {up}",
+            remedy="leave out --compress-values, or use --compress top-k",
+        )
     is_sparse = up in ("top-k", "random-k", "low-rank")
     if is_sparse and aggregation.rule != "sum":
         yield SettingsError(

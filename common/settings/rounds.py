@@ -116,6 +116,9 @@ class CompressionSettings(Branch):
         "next update",
         "--compress",
     )
+    values: Literal["bfloat16", "int4", "int2", "int1"] = setting(
+        "bfloat16", "how top-k sends the values of its coordinates", "--compress-values"
+    )
     rank: Count = setting(
         4, "columns of a matrix's factor that low-rank sends", "--compress-rank", le=4096
     )

@@ -84,6 +84,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {**plan(follow_noise_scale=True), "aggregation": {"rule": "krum"}},
         "--aggregation krum",
     ),
+    "few bits of values of another method": (
+        {"compression": {"up": "random-k", "values": "int2"}},
+        "--compress-values",
+    ),
     "few bits and the noise scale": (
         {**plan(follow_noise_scale=True), "compression": {"up": "int2"}},
         "--compress int2",
