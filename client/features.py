@@ -5,7 +5,7 @@ A feature is imported when a plan asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,8 @@ def trial_of(algorithm: Any) -> Callable[[TrainingContext], None]:
     of_algorithm = algorithm_trial(algorithm)
 
     def trial(context: TrainingContext) -> None:
-        if hasattr(context.task, "measured"):
+        task = context.task
+        if hasattr(task, "statistics") and isinstance(getattr(task, "measured", None), Mapping):
             _loaded("statistics.statistics_round:try_statistics")(context)
         if of_algorithm is not None:
             of_algorithm(context)

@@ -75,6 +75,10 @@ FEATURES: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: "headwater.client.secagg.session" in sys.modules,
         "headwater.client.secagg.pending:WaitingUpdate",
     ),
+    "statistics": (
+        lambda settings: "headwater.common.statistics.columns" in sys.modules,
+        "headwater.client.statistics.given_statistics:GivenStatistics",
+    ),
     "offline": (
         lambda settings: settings.asynchronous.offline_windows > 1,
         "headwater.client.offline.offline_node:OfflineNode",

@@ -28,6 +28,8 @@ class SumOf:
     """Whether it is divided by the round's weight; else it is the sum itself."""
     limit: float = 2.0**20
     """The largest magnitude of a value in one update; an update beyond it is refused."""
+    least: float | None = None
+    """The least value in a plain update, as 0 of counts; None: ``-limit``."""
     scale_bits: int = 32
     """It is added up in whole numbers of 2^-scale_bits."""
 

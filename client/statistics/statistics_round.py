@@ -9,10 +9,10 @@ from torch import Tensor
 
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work
-from headwater.common.errors import ProtocolMismatch
+from headwater.common.errors import ProtocolMismatch, TaskError
 from headwater.common.messages import Plan
 from headwater.common.statistics.columns import Columns, columns_of, give
-from headwater.common.statistics.terms import COUNTS, MOMENTS, StatisticsTerms
+from headwater.common.statistics.terms import COUNTS, LARGEST, MOMENTS, StatisticsTerms
 from headwater.common.task import Task
 
 NUM_TRIED = 8
@@ -73,12 +73,18 @@ class StatisticsRound(Feature):
         """Return the sums over all examples of the window, whatever their number takes.
 
         Raises:
-            TaskError, TaskFailed: see ``Columns.sums``.
+            TaskError, TaskFailed: see ``Columns.sums``; or a count is too large for float32.
         """
         if work.plan.asks_model:
             return {}
         task, examples = work.context.task, work.context.examples
         used = (examples[position] for position in work.used)
         counts_C, moments_M = columns_of(task).sums(task, used)
+        if counts_C.max(initial=0) > LARGEST:
+            raise TaskError(
+                f"a count of {counts_C.max():,} on one device: counts up to {LARGEST:,.0f} are "
+                "exact, and no others are sent",
+                remedy="let statistics return fewer values of an example",
+            )
         found = {COUNTS: torch.from_numpy(counts_C), MOMENTS: torch.from_numpy(moments_M)}
         return {name: values for name, values in found.items() if len(values)}

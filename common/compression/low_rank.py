@@ -187,9 +187,9 @@ def next_columns(
     for one in terms.matrices:
         length = one.length_of_basis(terms)
         basis = terms.basis[at : at + length].view(-1, one.rank(terms.rank)).numpy()
-        matrix = mean_P[one.start : one.end].view(one.rows, one.columns).numpy()
+        matrix = mean_P[one.start : one.end].view(one.rows, one.columns).numpy().astype(np.float64)
         seen = matrix @ basis if terms.side == "right" else matrix.T @ basis
-        directions = np.linalg.svd(seen.astype(np.float64), full_matrices=False)[0]
+        directions = np.linalg.svd(seen, full_matrices=False)[0]
         if basis.shape[1] > 1 or random.integers(4) == 0:
             directions[:, -1] = random.standard_normal(len(directions))
         found.append(np.linalg.qr(directions)[0].astype(np.float32))

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from headwater.common.errors import TaskError
+from headwater.common.errors import CorruptUpdate, TaskError
 from headwater.common.statistics.kinds import KINDS, Floats, Ints, Kind
 from headwater.common.user_code import running
 
 MEASURED, STATISTICS, USE = "measured", "statistics", "use_statistics"
 """What a task has: its columns, the values of one example, and what takes the result."""
+_BEFORE = "_before_statistics"
 REMEDY = "see docs/task.md, Statistics before training"
 CHUNK = 1024
 """Examples whose values are held until they are added."""
@@ -124,6 +125,21 @@ class Columns:
             at, to = at + kind.num_counts, to + kind.num_moments
             yield name, kind, counts, moments
 
+    def check(self, counts: Sequence[float], moments: Sequence[float]) -> None:
+        """Check rows that were added up over all devices: a device may have sent anything.
+
+        Raises:
+            CorruptUpdate: no examples have such sums; names the column.
+        """
+        rows = self._cut(np.rint(np.array(counts)).astype(np.int64), np.array(moments, np.float64))
+        for name, kind, own_C, own_M in rows:
+            if own_C.min(initial=0) < 0 or not kind.are_possible(own_C, own_M):
+                raise CorruptUpdate(
+                    f"the statistics of {name}: no examples have such sums, so a device sent "
+                    "others than its own",
+                    remedy="find the device by leaving some out, and begin again",
+                )
+
     def found(self, counts: Sequence[int], moments: Sequence[float]) -> Statistics:
         """Return what rows that were added up over all devices say.
 
@@ -172,8 +188,18 @@ def give(task: Any, found: Statistics) -> None:
     """
     use = getattr(task, USE, None)
     if use is not None:
+        if not hasattr(task, _BEFORE):
+            setattr(task, _BEFORE, dict(vars(task)))
         with running(USE, remedy=REMEDY):
             use(found)
+
+
+def take_back(task: Any) -> None:
+    """Leave a task with the attributes that it had before it was first given statistics."""
+    before = getattr(task, _BEFORE, None)
+    if before is not None:
+        vars(task).clear()
+        vars(task).update(before)
 
 
 def give_recorded(task: Any, row: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ beyond them is cut to them and counted, and a NaN is counted and left out.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,9 @@ from headwater.common.errors import TaskError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NUM_BINS = 16
+ROUNDING = 2.0**-22
+"""What float32 leaves open of a variance, in squares of the bounds' width."""
+RESOLUTION = 2.0**-8
 MAX_LABELS = 10_000
 
 
@@ -46,6 +50,9 @@ class Kind(Protocol):
         Raises:
             TaskError: a value is none that it can measure.
         """
+
+    def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
+        """Whether some examples have such rows; none of the counts is negative."""
 
     def found(self, counts_C: Ints, moments_M: Floats) -> Any:
         """Return the result of the rows, added up over all devices."""
@@ -77,8 +84,12 @@ class Moments:
             raise TaskError(
                 f"Moments: low and high must be numbers, or {size} of them each: {error}"
             ) from error
-        is_finite = np.isfinite(self.low_V).all() and np.isfinite(self.high_V).all()
-        if size < 1 or num_bins < 1 or not is_finite or not (self.low_V < self.high_V).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_finite = np.isfinite(self.high_V - self.low_V).all()
+        is_whole = isinstance(size, int) and isinstance(num_bins, int)
+        if not is_whole or size < 1 or num_bins < 1:
+            raise TaskError(f"Moments: size and num_bins are whole numbers from 1, not {num_bins}")
+        if not is_finite or not (self.low_V < self.high_V).all():
             raise TaskError(
                 f"Moments: low must be below high, and both finite, found {low} and {high}",
                 remedy="take bounds that hold for each example, as an age lies between 0 and 120",
@@ -127,12 +138,22 @@ class Moments:
             )
         return row
 
+    def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
+        counts = counts_C.reshape(4 + self.num_bins, self.size)
+        first_V, second_V = moments_M.reshape(2, self.size)
+        room_V = counts[0] * ROUNDING
+        is_within = (second_V >= -room_V) & (second_V <= first_V + room_V)
+        is_within &= first_V <= counts[0] + room_V
+        is_within &= second_V * counts[0] >= first_V * first_V - room_V * counts[0]
+        return bool(is_within.all() and (counts[4:].sum(0) == counts[0]).all())
+
     def found(self, counts_C: Ints, moments_M: Floats) -> FoundMoments:
         counts = counts_C.reshape(4 + self.num_bins, self.size)
         moments = moments_M.reshape(2, self.size)
         width_V, num_V = self.high_V - self.low_V, np.maximum(counts[0], 1)
         mean_V = moments[0] / num_V
-        variance_V = np.maximum(moments[1] / num_V - mean_V * mean_V, 0.0)
+        variance_V = moments[1] / num_V - mean_V * mean_V
+        variance_V = np.where(variance_V > ROUNDING, variance_V, 0.0)  # else it is of rounding
         edges = np.arange(self.num_bins + 1)[:, None] / self.num_bins
         edges = self.low_V + edges * width_V
         is_there = counts[4:] > 0
@@ -152,6 +173,7 @@ class Moments:
             variances=known(variance_V * width_V * width_V),
             lowest=known(lowest_V),
             highest=known(highest_V),
+            resolution=(width_V * RESOLUTION).tolist(),
         )
 
 
@@ -170,6 +192,9 @@ class FoundMoments:
     lowest: list[float]
     """The lower edge of the part in which the least value lies; ``highest``: the upper edge of that
     of the largest."""
+    resolution: list[float]
+    """A 256th of the bounds' width: of a smaller spread the variance is off by a hundredth or more,
+    and below a 2,048th it is 0."""
     highest: list[float]
 
     @cached_property
@@ -203,7 +228,10 @@ class Histogram:
         Raises:
             TaskError: they are fewer than two, not finite, or do not rise.
         """
-        self.edges_E = np.asarray(edges, np.float64).reshape(-1)
+        try:
+            self.edges_E = np.asarray(edges, np.float64).reshape(-1)
+        except (TypeError, ValueError):
+            self.edges_E = np.zeros(0)
         is_finite = np.isfinite(self.edges_E).all()
         if len(self.edges_E) < 2 or not is_finite or not (np.diff(self.edges_E) > 0).all():
             raise TaskError(
@@ -229,6 +257,9 @@ class Histogram:
         counts_C[1] += (numbers < self.edges_E[0]).sum()
         counts_C[2] += (numbers > self.edges_E[-1]).sum()
         counts_C[3:] += np.histogram(numbers[is_known], bins=self.edges_E)[0]
+
+    def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
+        return True
 
     def found(self, counts_C: Ints, moments_M: Floats) -> FoundHistogram:
         missing, below, above, *counts = counts_C.tolist()
@@ -261,7 +292,14 @@ class Counts:
         Raises:
             TaskError: there are none, two are the same, or one is neither a number nor a text.
         """
-        self.labels: list[Any] = [*range(labels)] if isinstance(labels, int) else [*labels]
+        self.labels: list[Any]
+        if isinstance(labels, Sequence) and not isinstance(labels, str):
+            self.labels = [*labels]
+        else:
+            try:
+                self.labels = [*range(operator.index(labels))]  # type: ignore[arg-type]
+            except TypeError:
+                self.labels = []
         is_plain = all(isinstance(one, int | str) for one in self.labels)
         num_unlike = len(set(self.labels)) if is_plain else 0
         if not 0 < len(self.labels) == num_unlike <= MAX_LABELS:
@@ -286,6 +324,9 @@ class Counts:
         other = len(self.labels)
         places = [self._at.get(label, other) for one in values for label in labels_of(one)]
         counts_C += np.bincount(np.array(places, np.int64), minlength=other + 1)
+
+    def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
+        return True
 
     def found(self, counts_C: Ints, moments_M: Floats) -> FoundCounts:
         *counts, other = counts_C.tolist()

@@ -52,13 +52,17 @@ class StatisticsTerms(Terms):
         """The digest of the columns: a device gives each example to one sum of them."""
         return bytes.fromhex(self.columns) if self.found is None else None
 
+    @property
+    def tensor_bytes(self) -> int:
+        return 0 if self.found is None else 8 * (self.num_counts + self.num_moments)
+
     def sums(self, num_values: int) -> Mapping[str, SumOf]:
         if self.found is not None:
             return {}
         lengths = {COUNTS: self.num_counts, MOMENTS: self.num_moments}
         scale_bits = {COUNTS: 0, MOMENTS: 32}
         return {
-            name: SumOf(length=length, limit=LARGEST, scale_bits=scale_bits[name])
+            name: SumOf(length=length, limit=LARGEST, least=0, scale_bits=scale_bits[name])
             for name, length in lengths.items()
             if length
         }

@@ -93,7 +93,7 @@ def _check(values: Tensor, asked: SumOf, *, key: str, name: str) -> None:
 
     Raises:
         NonFiniteUpdate: it is not finite.
-        OutlierUpdate: it is beyond its limit.
+        OutlierUpdate: it is beyond its limit, or below its least value.
     """
     if not all_finite(values):
         raise NonFiniteUpdate(f"{name}: the sum {key} is not finite")
@@ -102,6 +102,10 @@ def _check(values: Tensor, asked: SumOf, *, key: str, name: str) -> None:
         raise OutlierUpdate(
             f"{name}: the sum {key} has a value of {largest:.4g}, its limit is {asked.limit:g}",
             remedy="set limit in the SumOf of the feature's Terms, on both sides",
+        )
+    if asked.least is not None and (found := float(values.min())) < asked.least:
+        raise OutlierUpdate(
+            f"{name}: the sum {key} has a value of {found:.4g}, its least is {asked.least:g}"
         )
 
 

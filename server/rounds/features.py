@@ -283,4 +283,12 @@ def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
             "send what these have hidden",
             remedy=f"resume with --secure-aggregation {had}; or begin a new run: another --out",
         )
+    if before.get("statistics.is_on", False) != settings.statistics.is_on:
+        raise SettingsError(
+            "the rounds of this run so far were trained "
+            f"with{'out' if settings.statistics.is_on else ''} statistics of the examples, and the "
+            f"next ones would be with{'' if settings.statistics.is_on else 'out'}",
+            remedy="resume with the same --statistics or --no-statistics; or begin a new run: "
+            "another --out",
+        )
     part_of("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)

@@ -42,8 +42,10 @@ STATES = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 HOW_TO_SAVE = "save its weights alone: torch.save(model.state_dict(), 'start.pt')"
 
 
-def load_initial(image: ModelImage, path: Path) -> None:
+def load_initial(image: ModelImage, path: Path, *, measures: bool = False) -> None:
     """Overwrite the model with the weights of a file or a folder.
+
+    ``measures``: whether the run gives its task statistics of its own.
 
     ==============================  ==============================================================
     a run's folder, .safetensors    the names of the model's state_dict, or an adapter's
@@ -60,6 +62,11 @@ def load_initial(image: ModelImage, path: Path) -> None:
         FrozenPartMismatch: the file is an adapter to another frozen part.
     """
     file, record, read = _read(path)
+    if record.statistics is not None and not measures:
+        raise SettingsError(
+            f"{file} was trained with statistics of its run's examples, which its task needs",
+            remedy="add --statistics: the run then measures its own examples first",
+        )
     _check_finite(file, read)
     own = tensors_of(image.model)
     tensors = with_wrappers(image.model, read)

@@ -22,6 +22,7 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
+from headwater.common.named_objects import part_of
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
@@ -81,6 +82,8 @@ class Training:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         self.settings = settings
         self.task = load_task(settings.task)
+        if hasattr(self.task, "use_statistics"):  # an object may have those of a run before
+            part_of("headwater.common.statistics.columns").take_back(self.task)
         self.image = build_model(
             self.task,
             seed=settings.seed,
@@ -89,7 +92,7 @@ class Training:
             frozen_dtype=settings.model.frozen_dtype,
         )
         if settings.model.initial is not None:
-            load_initial(self.image, settings.model.initial)
+            load_initial(self.image, settings.model.initial, measures=settings.statistics.is_on)
         if not all_finite(self.image.values_P):
             raise TaskError(
                 "the model that new_model builds has parameters that are NaN or infinite",
@@ -447,7 +450,8 @@ class Training:
         for feature in self.features.values():
             feature.committed(done)
         target = self.target.num_examples if self.target.by else None
-        self.target.commit(totals, noise)
+        if has_step:
+            self.target.commit(totals, noise)
         return StepResult(
             learning_rate=rate,
             target=target,

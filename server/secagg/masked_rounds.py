@@ -74,7 +74,8 @@ class MaskedRounds(RunFeature):
         self._publish: Callable[[], None] = lambda: None
         self._digests: dict[int, bytes] = {}
         """Of the models that asynchronous plans were sent with, by their versions."""
-        self._encoding = EncodingState()
+        self._encodings: dict[str, EncodingState] = {}
+        """By the side of low rank, whose factors are unlike; "" of all else."""
         self._suspicion = group_testing.Suspicion()
         self._norms = OpenedNorms()
         self._figures = OpenedFigures()
@@ -230,6 +231,8 @@ class MaskedRounds(RunFeature):
                 self._run.settings.out, run_id=run_id, publish=self._publish
             )
         sessions = self._sessions
+        kind = "" if cohort.coding is None else cohort.coding.terms.side or ""
+        encoding = self._encodings.get(kind, EncodingState())
         rotation_seed = os.urandom(32)
         digests = self._digests  # of synchronous rounds there are none: all plans have this model
         model_digest = digests[plan.model_version] if digests else self._image.digest
@@ -245,7 +248,7 @@ class MaskedRounds(RunFeature):
             return setup_of(
                 group,
                 chosen,
-                self._encoding,
+                encoding,
                 run_id=run_id,
                 number=sessions.next(plan.round),
                 num_values=self._image.layout.num_parameters,
@@ -256,11 +259,11 @@ class MaskedRounds(RunFeature):
 
         num_values = self._image.layout.num_parameters
         bounds, num_masked = None, cohort.num_masked(num_values)
-        ring_bits = self._encoding.ring_bits(
+        ring_bits = encoding.ring_bits(
             chosen.ring_bits, num_masked, is_private=cohort.privacy is not None
         )
         if ring_bits < 32:
-            bounds = self._encoding.block_bounds(num_masked)
+            bounds = encoding.block_bounds(num_masked)
 
         def run_session(group: ReadyCohort) -> UnmaskedSum:
             unmasked = sum_masked(
@@ -299,10 +302,10 @@ class MaskedRounds(RunFeature):
         if suspects := self._suspicion.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
-        total, was_blind = sums.total(), self._encoding.is_blind
+        total, was_blind = sums.total(), encoding.is_blind
         if not plan.asks_model:  # of zeros nothing follows for the next vector
-            return decode_sum(total, self._encoding)[0]
-        done, self._encoding = decode_sum(total, self._encoding, room=room)
+            return decode_sum(total, encoding)[0]
+        done, self._encodings[kind] = decode_sum(total, encoding, room=room)
         done, self._figures = self._figures.believed(done)
         if done.num_clipped:
             is_guess = was_blind and ring_bits != WIDE_RING and "privacy" not in plan.terms
@@ -350,7 +353,8 @@ class MaskedRounds(RunFeature):
         suspicion = group_testing.to_json(self._suspicion)
         summed_at = None if self.summed_at is None else self.summed_at.hex()
         return {
-            **self._encoding.to_json(),
+            **self._encodings.get("", EncodingState()).to_json(),
+            "sides": {kind: one.to_json() for kind, one in self._encodings.items() if kind},
             "suspicion": suspicion,
             "norms": asdict(self._norms),
             "figures": asdict(self._figures),
@@ -360,7 +364,8 @@ class MaskedRounds(RunFeature):
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the state that ``to_json`` gave; the initial state from an empty row."""
-        self._encoding = EncodingState.of_json(row)
+        sides = {kind: EncodingState.of_json(one) for kind, one in row.get("sides", {}).items()}
+        self._encodings = {"": EncodingState.of_json(row), **sides}
         self._suspicion = group_testing.from_json(row.get("suspicion", {}))
         self._norms = OpenedNorms.of_json(row.get("norms", {}))
         self._figures = OpenedFigures.of_json(row.get("figures", {}))

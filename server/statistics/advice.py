@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
-from headwater.common.statistics.kinds import FoundCounts
+from headwater.common.statistics.kinds import FoundCounts, FoundMoments
 from headwater.common.system.printable import printable
 
 FILE = "statistics.json"
@@ -23,9 +23,15 @@ MAX_ROWS = 40
 
 
 def advice(found: Mapping[str, Any]) -> list[str]:
-    """Return a line for each column of labels that occur unlike often, with weights."""
+    """Return a line for each column that needs a look.
+
+    Those are numbers whose spread is hardly known within their bounds, and labels that occur unlike
+    often, with weights.
+    """
     lines = []
     for name, one in found.items():
+        if isinstance(one, FoundMoments):
+            lines += _of_spread(name, one)
         if not isinstance(one, FoundCounts):
             continue
         there = {label: n for label, n in zip(one.labels, one.counts, strict=True) if n}
@@ -41,6 +47,19 @@ def advice(found: Mapping[str, Any]) -> list[str]:
             f"entropy: [{weights}{more}]"
         )
     return lines
+
+
+def _of_spread(name: str, one: FoundMoments) -> list[str]:
+    pairs = zip(one.variances, one.resolution, strict=True)
+    narrow = [at for at, (variance, least) in enumerate(pairs) if variance < least * least]
+    if not narrow:
+        return []
+    which = "" if len(one.num) == 1 else f"[{', '.join(map(str, narrow[:MAX_ROWS]))}]"
+    return [
+        f"{name}{which}: the values spread over less than a 256th of the bounds, so that their "
+        "standard deviation is hardly known, or taken for 0: give narrower bounds, unless they "
+        "are the same in all examples"
+    ]
 
 
 def read_statistics(folder: Path) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class StatisticsRounds(RunFeature):
         self._found: FoundSums | None = None
         self._measured_round: int | None = None
         """The number of the round that this process has measured in."""
+        self._asked: OpenRound | None = None
+        """The last attempt to measure."""
         number = self._columns.num_counts + self._columns.num_moments
         if number > MAX_VALUES:
             raise SettingsError(
@@ -68,10 +70,14 @@ class StatisticsRounds(RunFeature):
         if self._found is not None:
             drafts.ask(self._terms())
 
+    def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
+        return down + (self._terms().tensor_bytes if self._found is not None else 0), up
+
     def open(self, opening: Opening) -> None:
         """Let the plans of the first round ask for statistics of all examples, and nothing else."""
         if self._found is not None:
             return
+        self._check_masked_before()
         terms = self._terms()
         made: dict[int, dict[str, Terms]] = {}
         most = self._run.settings.statistics.max_examples
@@ -87,30 +93,39 @@ class StatisticsRounds(RunFeature):
         opening.plans = plans
 
     def answered(self, opened: OpenRound) -> None:
-        """Name what is wrong if devices have masked these statistics before.
-
-        Raises:
-            UpdateAlreadyMasked: all refuse.
-        """
-        refused = [e for e in opened.refused.values() if isinstance(e, UpdateAlreadyMasked)]
-        if self._found is None and refused and len(refused) == len(opened.plans):
-            raise UpdateAlreadyMasked(
-                f"{counted(len(refused), 'device')} masked these statistics before, and two sums "
-                "of them would show the devices that are in only one",
-                remedy="go on with the run that has them (--resume); or train without --statistics",
-            )
+        self._asked = opened
 
     def closed(self, done: RoundSum, opened: OpenRound) -> RoundSum:
         if self._found is not None:
             return done
+        self._check_masked_before()
+        self._columns.check(*_rows_of(done))
         return replace(done, mean_P=torch.zeros(0), loss_sum=math.nan, noise=None)
+
+    def _check_masked_before(self) -> None:
+        """End the run if devices have refused, as they masked these statistics before.
+
+        What the others have is no measure of all, and those measure the same columns once.
+
+        Raises:
+            UpdateAlreadyMasked: some have refused the last plans.
+        """
+        asked = {} if self._asked is None else self._asked.refused
+        refused = [error for error in asked.values() if isinstance(error, UpdateAlreadyMasked)]
+        if refused:
+            raise UpdateAlreadyMasked(
+                f"{counted(len(refused), 'device')} masked these statistics before, in a session "
+                "of this run that was aborted, or in another run; two sums of them would show the "
+                "devices that are in only one",
+                remedy="go on with the run that has them (--resume); or measure other columns, as "
+                "with another num_bins of a Moments in the task's file on both sides; or train "
+                "without --statistics",
+            )
 
     def committed(self, done: RoundSum) -> None:
         if self._found is not None:
             return
-        counts, moments = (
-            done.sums[name].tolist() if name in done.sums else [] for name in (COUNTS, MOMENTS)
-        )
+        counts, moments = _rows_of(done)
         self._found = FoundSums(counts=tuple(map(round, counts)), moments=tuple(moments))
         self._measured_round = self._run.round
         found = self._given()
@@ -183,6 +198,14 @@ class StatisticsRounds(RunFeature):
         self._run.image.recorded[StatisticsTerms.NAME] = self.to_json()
         give(self._run.task, found)
         return found
+
+
+def _rows_of(done: RoundSum) -> tuple[list[float], list[float]]:
+    """Return the sums of the counts and of the moments."""
+    counts, moments = (
+        done.sums[name].tolist() if name in done.sums else [] for name in (COUNTS, MOMENTS)
+    )
+    return counts, moments
 
 
 def _measuring(plan: Plan, terms: Mapping[str, Terms], quota: int) -> Plan:

@@ -159,7 +159,7 @@ class LocalFleet:
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
-        if self._settings.compression.up == "low-rank" or self._settings.feature.name is not None:
+        if self._has_tensors:
             self._bytes_down += sum(plan.tensor_bytes for plan in plans.values())
         self._note((one.name for one in called), "computing")
         for answer in self._compute.train(
@@ -186,6 +186,13 @@ class LocalFleet:
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
                 yield answer
+
+    @property
+    def _has_tensors(self) -> bool:
+        """Whether plans may bring more than the model. To look at each plan of many takes time."""
+        settings = self._settings
+        is_low_rank = settings.compression.up == "low-rank"
+        return is_low_rank or settings.statistics.is_on or settings.feature.name is not None
 
     def _note(self, names: Iterable[str], stage: Stage) -> None:
         if self._stages is not None:

@@ -26,6 +26,11 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "method": ("random-k", "top-k"),
         "fraction": (0.5, 0.25),
         "feedback": (True, False),
+        "values": ("int4", "bfloat16"),
+        "rank": (2, 1),
+        "matrices": ([[0, 3, 4]], [[0, 4, 3]]),
+        "side": ("left", "right"),
+        "basis": ("AACAPwAAAAA=", "AAAAAAAAgD8="),
     },
     "local_training": {
         "steps": (2, 3),
@@ -77,7 +82,7 @@ def test_terms_are_read_back_as_they_were_sent(name: str) -> None:
     without = ("bit_multiplier",) if name == "privacy" else ()
     sent = plan(**{name: first_values(name, *without)})
     found = parse(sent.model_dump_json(exclude_none=True), Plan)
-    assert found == sent
+    assert found.model_dump_json() == sent.model_dump_json()  # tensors have no truth value
     kind = kind_of(name)
     assert type(found.of(kind)) is kind
     assert plan().of(kind) is None

@@ -9,6 +9,7 @@ import pytest
 
 from headwater.server.operations import orders
 from tests.processes import Processes, assert_tidy, free_port, rows, until, write_task
+from tests.statistics.measured import HOUSES
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +35,22 @@ def test_a_device_waits_for_the_server_that_was_drained(tmp_path: Path) -> None:
         assert_tidy(device)
         assert "0: done" in device.text()
         assert "trying again" not in device.text()
+
+
+def test_a_device_that_waited_takes_no_statistics_into_the_next_run(tmp_path: Path) -> None:
+    port = free_port()
+    given = ("--listen", f"127.0.0.1:{port}", "--optimizer", "sgd", "--learning-rate", 1e-9, *PLAN)
+    with Processes(tmp_path) as processes:
+        losses = []
+        device = processes.client(port, 0, task=HOUSES, waits=True)
+        for number, more in enumerate(((), ("--statistics",), ())):
+            out = tmp_path / f"run{number}"
+            rounds = ("--rounds", 1 + len(more), "--out", out)
+            processes.server(*given, *rounds, *more, task=HOUSES).succeed()
+            losses.append(rows(out)[-1]["loss"])
+        device.kill(signal.SIGTERM)
+        assert device.wait() == 0
+    assert losses[0] == losses[2] > 3 * losses[1]
 
 
 def test_a_device_whose_patience_for_the_next_run_ends_has_done_its_work(tmp_path: Path) -> None:

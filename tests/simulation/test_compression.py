@@ -197,6 +197,44 @@ def test_masked_factors_have_the_sum_of_plain_ones(tmp_path: Path) -> None:
     assert (plain - masked).norm() < 2.0**-7 * moved  # plain factors are rounded to bfloat16
 
 
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_each_side_s_factors_have_the_steps_of_the_small_ring_that_suit_them(
+    tmp_path: Path, scale: float
+) -> None:
+    """The sides have unlike numbers of values, and their sizes take turns."""
+    task = tmp_path / "scaled.py"
+    task.write_text(SCALED.format(scale=scale))
+    chosen: dict[str, Any] = LOW_RANK | SEMI_HONEST | {"rounds": 6, "compression__feedback": False}
+    chosen |= {"task": f"{task}:Scaled", "optimizer__name": "sgd"}
+    chosen |= {"optimizer__learning_rate": 1e-3 / scale, "compression__rank": 24}
+    simulate(tmp_path / "wide", **chosen)
+    simulate(tmp_path / "small", **chosen, secure__ring_bits=16)
+    wide, small = (load_file(tmp_path / name / MODEL)["0.weight"] for name in ("wide", "small"))
+    begun = build_model(load_task(f"{task}:Scaled"), seed=0).model.state_dict()["0.weight"]
+    assert (wide - small).norm() < 0.03 * (wide - begun).norm()
+
+
+SCALED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Scaled:
+    def new_model(self):
+        return nn.Sequential(nn.Linear(2000, 100), nn.ReLU(), nn.Linear(100, 4))
+
+    def train_examples(self, *, data, part, num_parts):
+        random = torch.Generator().manual_seed(part)
+        inputs = torch.randn(32, 2000, generator=random)
+        return TensorDataset(inputs, inputs[:, :4].argmax(1))
+
+    def loss_sum(self, model, batch):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return {scale} * loss, len(batch[1])
+"""
+
+
 def test_low_rank_updates_train_in_few_bytes(tmp_path: Path) -> None:
     rounds: dict[str, Any] = {"rounds": 20, "optimizer__name": "adam"}
     plain = simulate(tmp_path / "plain", **rounds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,10 +12,17 @@ import torch
 
 import headwater
 from examples.unscaled_table import UnscaledTable, houses
-from headwater.common.errors import SettingsError, TaskError
-from headwater.common.statistics.columns import columns_of
+from headwater.common.errors import (
+    CorruptUpdate,
+    RoundAborted,
+    SettingsError,
+    TaskError,
+    UpdateAlreadyMasked,
+)
+from headwater.common.statistics.columns import Columns, columns_of
 from headwater.server.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint
+from headwater.server.secagg.masked_rounds import MaskedRounds
 from tests.statistics.measured import HOUSES, Houses
 
 CLIENTS = 6
@@ -152,6 +159,109 @@ def test_a_run_is_not_resumed_with_a_task_that_measures_something_else(
         headwater.simulate(task, **GIVEN, rounds=2, out=tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("had", [True, False])
+def test_a_run_is_not_resumed_with_or_without_what_it_was_trained_without_or_with(
+    tmp_path: Path, had: bool
+) -> None:
+    headwater.simulate(HOUSES, **GIVEN | {"statistics": had}, rounds=2, out=tmp_path)
+    with pytest.raises(SettingsError, match="statistics of the examples"):
+        headwater.simulate(
+            HOUSES, **GIVEN | {"statistics": not had}, rounds=3, out=tmp_path, resume=True
+        )
+
+
+def test_a_model_that_needs_statistics_begins_no_run_without(tmp_path: Path) -> None:
+    headwater.simulate(HOUSES, **GIVEN, rounds=2, out=tmp_path)
+    given: dict[str, Any] = {**GIVEN, "rounds": 2, "settings": {"model.initial": tmp_path}}
+    with pytest.raises(SettingsError, match="was trained with statistics"):
+        headwater.simulate(HOUSES, **given | {"statistics": False})
+    assert headwater.simulate(HOUSES, **given).history[1].loss > 0
+
+
+def test_the_next_run_of_a_task_does_not_meet_the_statistics_of_the_last(tmp_path: Path) -> None:
+    task, without = Houses(), {**GIVEN, "statistics": False}
+    headwater.simulate(task, **GIVEN, rounds=2)
+    assert task.std.tolist() != [1.0, 1.0, 1.0]  # for whoever uses the model
+    second = headwater.simulate(task, **without, rounds=2)
+    assert (
+        second.history[-1].loss == headwater.simulate(HOUSES, **without, rounds=2).history[-1].loss
+    )
+
+
+def test_the_round_that_measures_says_nothing_of_tokens() -> None:
+    given: dict[str, Any] = {**GIVEN, "accumulation_steps": None, "tokens_per_update": 64}
+    runs = [headwater.simulate(HOUSES, **given | {"statistics": it}, rounds=3) for it in (0, 1)]
+    counts = [[row.num_examples for row in run.history] for run in runs]
+    assert counts[0][1:] == counts[1][1:]
+
+
+@pytest.mark.parametrize(
+    ("changed", "masks", "error"),
+    [
+        (lambda counts, moments: (counts - 1000, moments), {}, None),
+        (lambda counts, moments: (counts, moments + 1e6), {}, CorruptUpdate),
+        (lambda counts, moments: (counts - 1000, moments), MASKED, CorruptUpdate),
+        (lambda counts, moments: (counts, moments + 1e6), MASKED, CorruptUpdate),
+    ],
+)
+def test_a_device_that_lies_ends_the_run_by_name_or_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changed: Any,
+    masks: dict[str, Any],
+    error: type[Exception] | None,
+) -> None:
+    honest = Columns.sums
+
+    def sums(self: Columns, task: Any, examples: Any) -> Any:
+        rows = honest(self, task, listed := list(examples))
+        return changed(*rows) if len(listed) == 23 else rows  # of the device with part 3
+
+    monkeypatch.setattr(Columns, "sums", sums)
+    if error is not None:
+        with pytest.raises(error, match="no examples have such sums"):
+            headwater.simulate(HOUSES, **GIVEN, **masks, rounds=1, out=tmp_path)
+        return
+    headwater.simulate(HOUSES, **GIVEN, **masks, rounds=1, out=tmp_path)
+    assert_of(measured_in(tmp_path), [0, 1, 2, 4, 5])
+
+
+def test_a_session_that_is_aborted_ends_a_masked_measure_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices mask their statistics once, and the rest alone would be no measure of all."""
+    honest, calls = MaskedRounds._sum_of_model, list[int]()
+
+    def sum_of_model(self: MaskedRounds, *arguments: Any) -> Any:
+        found = honest(self, *arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            raise RoundAborted("the server's disk is full")
+        return found
+
+    monkeypatch.setattr(MaskedRounds, "_sum_of_model", sum_of_model)
+    with pytest.raises(UpdateAlreadyMasked, match="6 devices masked these statistics before"):
+        headwater.simulate(HOUSES, **GIVEN | MASKED, rounds=2)
+
+
+def test_a_spread_that_the_bounds_hide_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(Houses):
+        measured: ClassVar = {"inputs": headwater.Moments([0, -1, 0], [4e6, 1, 1e4], size=3)}
+
+        def statistics(self, example: Any) -> dict[str, Any]:
+            return {"inputs": example[0]}
+
+    with caplog.at_level("WARNING"):
+        headwater.simulate(Late, **GIVEN, rounds=1)
+    (line,) = [one.getMessage() for one in caplog.records if "narrower" in one.getMessage()]
+    assert line.startswith("inputs[0, 2]: ")
+    kind = headwater.Moments(0, 1)
+    counts, moments = np.zeros(kind.num_counts, np.int64), np.zeros(2)
+    kind.add([np.float32(0.3)] * 1000, counts, moments)
+    found = kind.found(counts, moments.astype(np.float32).astype(float))
+    assert found.scaled(torch.tensor([0.35])).tolist() == [0.0]  # the same in all examples
+
+
 def test_training_with_them_reaches_what_central_standardisation_reaches() -> None:
     parts = range(10)
     run = headwater.simulate(
@@ -266,6 +376,10 @@ def test_values_that_cannot_be_measured_are_named(values: dict[str, Any], text: 
         (lambda: headwater.Moments(0, float("inf")), "finite"),
         (lambda: headwater.Moments([0, 0], 1, size=3), "3 of them"),
         (lambda: headwater.Histogram([1]), "rising edges"),
+        (lambda: headwater.Histogram("abc"), "rising edges"),  # type: ignore[arg-type]
+        (lambda: headwater.Moments(-1e308, 1e308), "finite"),
+        (lambda: headwater.Moments(0, 1, num_bins=2.5), "whole numbers"),  # type: ignore[arg-type]
+        (lambda: headwater.Counts("ab"), "unlike labels"),
         (lambda: headwater.Histogram([1, 1]), "rising edges"),
         (lambda: headwater.Counts(0), "unlike labels"),
         (lambda: headwater.Counts(["a", "a"]), "unlike labels"),

@@ -39,7 +39,8 @@ def test_an_error_is_shown_with_its_code_message_and_remedy(
 
 def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_error(KeyboardInterrupt()) == 130
-    assert "--resume" in capsys.readouterr().err
+    assert show_error(KeyboardInterrupt("stopped after round 3")) == 130
+    assert capsys.readouterr().err == "stopped\nstopped after round 3\n"
 
 
 def test_in_json_output_and_errors_are_objects_on_the_error_stream() -> None:
