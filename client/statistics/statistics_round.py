@@ -11,7 +11,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import ProtocolMismatch, TaskError
 from headwater.common.messages import Plan
-from headwater.common.statistics.columns import Columns, columns_of, give
+from headwater.common.statistics.columns import Columns, Statistics, columns_of, give_once
 from headwater.common.statistics.terms import COUNTS, LARGEST, MOMENTS, StatisticsTerms
 from headwater.common.task import Task
 
@@ -65,9 +65,15 @@ class StatisticsRound(Feature):
         terms = work.plan.of(StatisticsTerms)
         assert terms is not None  # see client.features
         task = work.context.task
-        columns = columns_for(work.plan, terms, task, name=work.context.name)
-        if terms.found is not None:
-            give(task, columns.found(terms.found.counts, terms.found.moments))
+        if (sums := terms.found) is None:
+            columns_for(work.plan, terms, task, name=work.context.name)
+            return
+
+        def found() -> Statistics:
+            columns = columns_for(work.plan, terms, task, name=work.context.name)
+            return columns.found(sums.counts, sums.moments)
+
+        give_once(task, sums, found)
 
     def sums(self, work: Work) -> Mapping[str, Tensor]:
         """Return the sums over all examples of the window, whatever their number takes.

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from headwater.common.errors import CorruptUpdate, TaskError
 from headwater.common.statistics.kinds import KINDS, Floats, Ints, Kind
+from headwater.common.statistics.terms import FoundSums
 from headwater.common.user_code import running
 
 MEASURED, STATISTICS, USE = "measured", "statistics", "use_statistics"
 """What a task has: its columns, the values of one example, and what takes the result."""
-_BEFORE = "_before_statistics"
+_BEFORE, _GIVEN = "_before_statistics", "_given_statistics"
 REMEDY = "see docs/task.md, Statistics before training"
 CHUNK = 1024
 """Examples whose values are held until they are added."""
@@ -62,6 +64,8 @@ class Columns:
     """The columns that a task measures, in the order of their names."""
 
     of: Mapping[str, Kind]
+    task: str = ""
+    """The name of the task's class: another task measures something else."""
 
     @property
     def num_counts(self) -> int:
@@ -75,10 +79,14 @@ class Columns:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of names, kinds and bounds, in hexadecimal: both sides must have the same."""
+        """The SHA-256 of the task's name, and of names, kinds and bounds, in hexadecimal.
+
+        Both sides must have the same.
+        """
         names = {kind: name for name, kind in KINDS.items()}
         plain = {name: [names[type(kind)], kind.fields()] for name, kind in self.of.items()}
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        text = json.dumps([self.task, plain], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def sums(self, task: Any, examples: Iterable[Any]) -> tuple[Ints, Floats]:
         """Return the rows of counts and moments over some examples.
@@ -131,6 +139,7 @@ class Columns:
         Raises:
             CorruptUpdate: no examples have such sums; names the column.
         """
+        self._check_lengths(counts, moments)
         rows = self._cut(np.rint(np.array(counts)).astype(np.int64), np.array(moments, np.float64))
         for name, kind, own_C, own_M in rows:
             if own_C.min(initial=0) < 0 or not kind.are_possible(own_C, own_M):
@@ -140,18 +149,21 @@ class Columns:
                     remedy="find the device by leaving some out, and begin again",
                 )
 
-    def found(self, counts: Sequence[int], moments: Sequence[float]) -> Statistics:
-        """Return what rows that were added up over all devices say.
-
-        Raises:
-            TaskError: they are not of these columns.
-        """
+    def _check_lengths(self, counts: Sequence[float], moments: Sequence[float]) -> None:
         if (len(counts), len(moments)) != (self.num_counts, self.num_moments):
             raise TaskError(
                 f"found statistics of {len(counts):,} counts and {len(moments):,} moments, the "
                 f"task measures {self.num_counts:,} and {self.num_moments:,}",
                 remedy="begin a new run: the task measures something else now",
             )
+
+    def found(self, counts: Sequence[int], moments: Sequence[float]) -> Statistics:
+        """Return what rows that were added up over all devices say; see ``check`` as well.
+
+        Raises:
+            TaskError: they are not of these columns.
+        """
+        self._check_lengths(counts, moments)
         rows = self._cut(np.array(counts, np.int64), np.array(moments, np.float64))
         return Statistics({name: kind.found(c, m) for name, kind, c, m in rows})
 
@@ -177,7 +189,7 @@ def columns_of(task: Any) -> Columns:
             f"Counts{', not so: ' + ', '.join(map(str, wrong)) if wrong else ''}",
             remedy=REMEDY,
         )
-    return Columns({key: measured[key] for key in sorted(measured)})
+    return Columns({key: measured[key] for key in sorted(measured)}, name)
 
 
 def give(task: Any, found: Statistics) -> None:
@@ -202,11 +214,22 @@ def take_back(task: Any) -> None:
         vars(task).update(before)
 
 
+def give_once(task: Any, found: FoundSums, statistics: Callable[[], Statistics]) -> None:
+    """Give a task the same sums no second time: many simulated devices have one task.
+
+    Raises:
+        TaskError, TaskFailed: as ``statistics`` and ``give`` do.
+    """
+    if vars(task).get(_GIVEN) is not found:
+        give(task, statistics())
+        setattr(task, _GIVEN, found)
+
+
 def give_recorded(task: Any, row: Mapping[str, Any]) -> None:
     """Give a task the statistics in the record of a model's file.
 
     Raises:
-        TaskError: the task measures something else.
+        TaskError: the task measures something else, or the record is none.
         TaskFailed: see ``give``.
     """
     columns = columns_of(task)
@@ -216,4 +239,9 @@ def give_recorded(task: Any, row: Mapping[str, Any]) -> None:
             "other names, bounds or labels",
             remedy="name the task that it was trained with",
         )
-    give(task, columns.found(row["counts"], row["moments"]))
+    try:
+        found = FoundSums.model_validate({key: row.get(key) for key in ("counts", "moments")})
+        columns.check(found.counts, found.moments)
+    except (ValidationError, CorruptUpdate) as error:
+        raise TaskError(f"the statistics in the model's file are none: {error}") from error
+    give(task, columns.found(found.counts, found.moments))

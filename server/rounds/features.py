@@ -238,6 +238,8 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 def run_features(run: RunState) -> dict[str, RunFeature]:
     """Return the features that the run's settings turn on, by name, in their order."""
+    if hasattr(run.task, "use_statistics"):  # an object may have those of a run before
+        part_of("headwater.common.statistics.columns").take_back(run.task)
     found: dict[str, RunFeature] = {}
     for name, (is_on, place) in FEATURES.items():
         if is_on(run.settings):

@@ -22,7 +22,6 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
-from headwater.common.named_objects import part_of
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
 from headwater.common.task import load_task, max_weight_per_example, tell_round
@@ -82,8 +81,6 @@ class Training:
             raise SettingsError("no task is set", remedy="name it with --task FILE.py:Class")
         self.settings = settings
         self.task = load_task(settings.task)
-        if hasattr(self.task, "use_statistics"):  # an object may have those of a run before
-            part_of("headwater.common.statistics.columns").take_back(self.task)
         self.image = build_model(
             self.task,
             seed=settings.seed,

@@ -22,6 +22,7 @@ def test_a_device_waits_for_the_server_that_was_drained(tmp_path: Path) -> None:
     listen = ("--listen", f"127.0.0.1:{port}")
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 100_000, *PLAN, *listen, task=task)
+        server.wait_for("listening")
         device = processes.client(port, 0, task=task, waits=True)
         until(lambda: (out / "rounds.jsonl").exists() and len(rows(out)) > 1, what=server.text)
         orders.write_order(out, "drain")

@@ -19,11 +19,11 @@ from headwater.common.errors import (
     TaskError,
     UpdateAlreadyMasked,
 )
-from headwater.common.statistics.columns import Columns, columns_of
+from headwater.common.statistics.columns import Columns, columns_of, give_recorded
 from headwater.server.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint
 from headwater.server.secagg.masked_rounds import MaskedRounds
-from tests.statistics.measured import HOUSES, Houses
+from tests.statistics.measured import HOUSES, Houses, WideHouses
 
 CLIENTS = 6
 GIVEN: dict[str, Any] = {
@@ -429,3 +429,22 @@ def test_weights_let_all_labels_weigh_alike() -> None:
     counts = headwater.Counts(3)
     found = counts.found(np.array([10, 0, 90, 5]), np.zeros(0))
     torch.testing.assert_close(found.weights, torch.tensor([5.0, 0.0, 100 / 180]))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"counts": None}, {"counts": [-1]}, {"moments": [float("nan")]}, {"moments": "abc"}, {}],
+)
+def test_a_model_s_file_with_other_sums_is_named(changed: dict[str, Any]) -> None:
+    columns = columns_of(Houses())
+    counts, moments = columns.sums(Houses(), [Houses().test_examples()[0]])
+    row = {"columns": columns.digest, "counts": counts.tolist(), "moments": moments.tolist()}
+    if not changed:
+        give_recorded(Houses(), row)
+        changed = {"counts": row["counts"][1:]}
+    with pytest.raises(TaskError):
+        give_recorded(Houses(), {**row, **changed})
+
+
+def test_another_task_s_columns_are_others() -> None:
+    assert columns_of(Houses()).digest != columns_of(WideHouses()).digest
