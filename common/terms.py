@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
@@ -44,8 +46,12 @@ class Terms(BaseModel):
     """The ``VectorCoding`` of these terms, a class or module:Class; None: they have none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the name: a user's class is made anew in each process."""
-        return _rebuilt, (self.NAME, dict(self))
+        """Pickle by the name: a user's class is made anew in each process.
+
+        A tensor goes as an array, as torch would send it to another process as an open file.
+        """
+        plain = {key: one.numpy() if isinstance(one, Tensor) else one for key, one in self}
+        return _rebuilt, (self.NAME, plain)
 
     def shared_text(self) -> str:
         """Return what all members of a secure session must have in common: by default every field.
@@ -193,7 +199,11 @@ def kind_of(name: str) -> type[Terms]:
 
 
 def _rebuilt(name: str, fields: dict[str, Any]) -> Terms:
-    return kind_of(name).model_construct(**fields)
+    values: dict[str, Any] = {
+        key: torch.from_numpy(one) if isinstance(one, np.ndarray) else one
+        for key, one in fields.items()
+    }
+    return kind_of(name).model_construct(**values)
 
 
 def named(*terms: Terms) -> dict[str, Terms]:

@@ -188,6 +188,14 @@ def test_a_resumed_low_rank_run_goes_on_with_the_columns_of_its_last_sum(
     assert not torch.equal(model(tmp_path / "whole"), model(tmp_path / "other"))
 
 
+@pytest.mark.slow
+def test_worker_processes_send_the_same_factors(tmp_path: Path) -> None:
+    simulate(tmp_path / "one", **LOW_RANK, simulation__compute="one-by-one")
+    workers: dict[str, Any] = {"simulation__workers": 2, "simulation__compute": "one-by-one"}
+    simulate(tmp_path / "two", **LOW_RANK, **workers)
+    assert torch.equal(model(tmp_path / "one"), model(tmp_path / "two"))
+
+
 def test_masked_factors_have_the_sum_of_plain_ones(tmp_path: Path) -> None:
     sgd: dict[str, Any] = LOW_RANK | {"optimizer__name": "sgd", "plan__accumulation_steps": 2}
     simulate(tmp_path / "plain", **sgd)
