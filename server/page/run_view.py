@@ -250,6 +250,8 @@ class RunView(Observer):
             if tile is None:
                 continue
             if not record.is_connected:
+                if self._has_ended:
+                    continue  # it left as the run was over
                 tile["state"] = tiles_of.GONE
                 tile["why"] = f"{record.refusal_code or ''} {record.refusal_text or ''}".strip()
             elif tile["state"] == tiles_of.GONE:

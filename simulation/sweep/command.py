@@ -91,7 +91,7 @@ def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None
     console.print(table_of(summaries, metric))
     if len(results) < len(runs):
         console.print(
-            f"  {len(results)} of {counted(len(runs), 'run')} done; the same command continues"
+            f"  {len(results)} of {counted(len(runs), 'run')} done; the same command goes on"
         )
     files = {"points": folder / POINTS_FILE, "runs": folder / RUNS_FILE, "plot": plot}
     for title, path in files.items():

@@ -263,32 +263,26 @@ def in_process(out: Path, **changes: Any) -> Settings:
 def test_flwr_run_on_supernodes_stops_early_with_the_in_process_model_bit_for_bit(
     deployment: Deployment, tmp_path: Path
 ) -> None:
-    """Its loss falls from round 1 to round 2, so that it has no new maximum and the run stops."""
+    """Its loss falls from round 1 to round 2, so that it has no new maximum and the run stops.
+
+    DiLoCo: an optimizer with state on the devices, and momentum on the server. (The exact sum is in
+    the session below.)
+    """
     deployment.start_nodes()
     out = deployment.flwr_run(
         "rounds=9",
+        'local.algorithm="diloco"',
+        "local.steps=3",
         'evaluation.best="accuracy"',
         'evaluation.stop_when="max:test_loss"',
         "evaluation.patience=1",
     )
-    reference = alone(tmp_path, rounds=2)
-    assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes()
-    assert read_model(out / BEST)[0].best is not None
-    assert names_by_round(out) == names_by_round(reference) == [["0", "1", "2", "3"]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_local_steps_on_supernodes_give_the_in_process_model_bit_for_bit(
-    deployment: Deployment, tmp_path: Path
-) -> None:
-    """DiLoCo: an optimizer with state on the devices, and momentum on the server."""
-    deployment.start_nodes()
-    out = deployment.flwr_run("rounds=2", 'local.algorithm="diloco"', "local.steps=3")
     reference = alone(tmp_path, rounds=2, local={"algorithm": "diloco", "steps": 3})
     assert (out / MODEL).read_bytes() == (reference / MODEL).read_bytes(), deployment.said()
     for row in read_rows(out):
         assert [len(client["step_loss"]) for client in row["clients"]] == [3 * 2] * NUM_NODES
+    assert read_model(out / BEST)[0].best is not None
+    assert names_by_round(out) == names_by_round(reference) == [["0", "1", "2", "3"]] * 2
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_
     finally:
         first.kill()
     assert first.returncode == 130, said
-    assert "the same command continues" in said
+    assert "the same command goes on" in said
     assert not psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)[1]
     num_done = len(list(out.glob(f"*/*/{RESULT}")))
     assert not json.loads((out / RECORD).read_text())["is_done"]

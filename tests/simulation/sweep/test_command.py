@@ -145,7 +145,7 @@ def test_an_interrupted_sweep_resumes_to_the_models_of_the_uninterrupted_one(fol
         assert (folder / "whole" / name).exists()
 
     stopped = interrupt(folder, "interrupted", signal.SIGINT)
-    assert "the same command continues" in output_of(stopped)
+    assert "the same command goes on" in output_of(stopped)
     assert stopped.returncode == 130
     assert not list((folder / "interrupted").glob(f"*/*/{RESULT}"))
 
