@@ -1,5 +1,6 @@
 # Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs the quick checks.
-# `make test-slow` runs the rest: processes, sockets, Ray, and hypothesis with fresh random seeds.
+# `make test-slow` runs the rest: processes, sockets, Ray, and hypothesis with fresh random seeds;
+# `make test-benchmarks` the long benchmarks in their small form.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ PYTEST_SLOW := $(VENV)/bin/python -m pytest -n 3 --dist worksteal
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test test-slow lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
+.PHONY: demo test test-slow test-benchmarks lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0 --page-stays 60
@@ -22,8 +23,12 @@ test: $(VENV)/.dev lint types
 
 test-slow: $(VENV)/.dev
 	@$(call MYPY_FOR,darwin) & other=$$!; \
-		$(PYTEST_SLOW) -m "slow or hypothesis" --hypothesis-profile=fresh; here=$$?; \
+		$(PYTEST_SLOW) -m "(slow or hypothesis) and not long_benchmark" \
+			--hypothesis-profile=fresh; here=$$?; \
 		wait $$other && exit $$here
+
+test-benchmarks: $(VENV)/.dev
+	$(PYTEST_SLOW) -m long_benchmark
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

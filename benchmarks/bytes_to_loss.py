@@ -183,7 +183,7 @@ def main() -> None:
     flags = parser.parse_args()
     ways = {name: WAYS[name] for name in dict.fromkeys([FLOAT32, *flags.ways])}
     if flags.quick:
-        ways = {name: way | {"rounds": 2} for name, way in list(ways.items())[:2]}
+        ways = {name: way | {"rounds": 1, "local.steps": 2} for name, way in list(ways.items())[:2]}
     figures: Figures = {}
     for name, way in ways.items():
         found = [trained(way, seed=seed) for seed in flags.seeds[: 1 if flags.quick else None]]

@@ -16,6 +16,7 @@ KEYS = {
     "banded_noise": "prefix_error_ratio",
     "bfloat16_sums": "K_8",
     "bytes_to_accuracy": "iid_all",
+    "bytes_to_loss": "float32_h30",
     "chunked_loss": "chunked",
     "client_memory": "rss_ratio",
     "clipped_examples": "mlp",
@@ -48,10 +49,31 @@ KEYS = {
     "time_to_accuracy": "digits",
     "wire_bytes": "P_10k",
 }
+# Those that take a third of a minute or more even so: `make test-benchmarks` runs them.
+LONG = {
+    "adapters",
+    "client_memory",
+    "chunked_loss",
+    "federated_text",
+    "foreseen_memory",
+    "fuzz",
+    "hostile_devices",
+    "large_models",
+    "load",
+    "memory_limits",
+    "server_memory",
+    "simulation",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(KEYS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long_benchmark if name in LONG else ())
+        for name in sorted(KEYS)
+    ],
+)
 def test_script_ends_with_one_line_of_json(name: str, tmp_path: Path) -> None:
     said = said_by(tmp_path, name, "--quick", "--json")
     figures: dict[str, Any] = json.loads(said.splitlines()[-1])
