@@ -58,7 +58,7 @@ def _stay(link: str, chosen_seconds: float | None) -> None:
     until = (
         "until Ctrl-C" if seconds == math.inf else f"for {duration_text(seconds)}, or until Ctrl-C"
     )
-    text = f"the run has ended; the page stays at {link} {until}"
+    text = f"the run has ended; the page stays at {link} {until}; then the summary follows"
     console.print(text, soft_wrap=True, markup=False, highlight=False)
     with suppress(KeyboardInterrupt):
         threading.Event().wait(None if seconds == math.inf else seconds)
