@@ -152,7 +152,7 @@ class Terms(BaseModel):
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes of the tensors that the plan brings beside the model."""
+        """The bytes of tensors, or of as long fields, that the plan brings beside the model."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return sum(4 * one.numel() for one in values if isinstance(one, Tensor))
 

@@ -130,7 +130,7 @@ def statistics(
     The task says what is measured (docs/task.md). It is one round, with the flags of the server:
     with --secure-aggregation the server sees the sums over all devices alone. The result is in
     statistics.json of --out, and `headwater-server --resume --out DIR --rounds N` trains with it.
-    Devices that were started with --stay wait for that.
+    Devices wait for that as long as their --patience; those that were started with --once end.
 
     Try it: headwater-server statistics --min-clients 2 \
         --task examples/unscaled_table.py:UnscaledTable

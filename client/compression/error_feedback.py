@@ -22,14 +22,15 @@ the residual before, whatever the server says that it counted: else it could hav
 add up many rounds that no session sums, and open them among others' single ones.
 
 A residual of many rounds is heavier than one update. ``carried_weight`` says how much: the mean,
-over the coordinates, of the weights planned since each was last sent. It goes into the session's
+over the coordinates, of the weights planned since each was last sent; with factors of matrices, of
+which any direction may still wait, all weights so far. It goes into the session's
 signed roster, and each member checks its share of the sum with it
 (``client.secagg.checks.check_share``): beside new members, a device of many rounds would send most
 of what is opened.
 
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
 layout, if the run went on without compression in between, or if the server went back to a
-checkpoint before both. Another method or fraction takes the residual over; another run begins
+checkpoint before both. Another method, fraction or rank takes the residual over; another run begins
 without one. With parameters that stay on the device only the shared vector has a residual.
 """
 

@@ -295,7 +295,7 @@ def _projected(
     device: Participant,
     record: SessionRecord,
 ) -> tuple[UnmaskedUpdate, int]:
-    """Return the coordinates [k] of the round, as all members send them, with what was left before.
+    """Return what all members send of an update, coordinates or factors [k], with what was left.
 
     The second value is the weight of what was left.
 

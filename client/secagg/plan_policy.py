@@ -53,8 +53,8 @@ def check_plan(
             examples out: a server could leave one example to train on, under model after model.
         MaskingTooWeak: its noise counts on fewer colluding devices in a session than the device.
         MaskingTooWeak: it does not say when it is to be answered, and the device requires masks.
-        MaskingTooWeak: it sends other coordinates than all, or than random ones that all members
-            share; or so few of them that what is left out would come to outweigh the update.
+        MaskingTooWeak: it sends anything but all coordinates, random ones or factors that all
+            members share; or so little that what is left out would come to outweigh the update.
         MaskingTooWeak: what earlier rounds left enters the update (a residual, own parameters), and
             the device requires active masks: a server that chooses models can have one member
             bring many rounds, and the others none.

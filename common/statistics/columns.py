@@ -177,8 +177,8 @@ def columns_of(task: Any) -> Columns:
     measured, name = getattr(task, MEASURED, None), type(task).__name__
     if not callable(getattr(task, STATISTICS, None)) or not isinstance(measured, Mapping):
         raise TaskError(
-            f"statistics are asked for, and the task {name} does not say which: it needs a method "
-            f"{STATISTICS}(example) and a dict {MEASURED}",
+            f"the settings ask for statistics, and the task {name} does not say which: it needs a "
+            f"method {STATISTICS}(example) and a dict {MEASURED}",
             remedy=REMEDY,
         )
     kinds = tuple(KINDS.values())

@@ -28,7 +28,7 @@ class Stopped(Exception):
 class RayGrid(Grid):
     """Flower's grid; raises ``Stopped`` once a stop is requested.
 
-    A message waits until its device has answered the one before.
+    A message waits until its device has answered the one before; the rounds push and pull.
     """
 
     awaits_more = False
