@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,19 +145,22 @@ def _forget_namesakes(module: TaskModule) -> None:
     for name, loaded in list(sys.modules.items()):
         if "." in name or name in ("__main__", "headwater"):
             continue
-        found, own = _location(loaded), _own_location(name, module)
-        if found is None or own is None or _is_same(found, own) or is_installed(str(found)):
+        found = _location(loaded)
+        if found is None or is_installed(found):  # asked first: it reads no folder
+            continue
+        own = _own_location(name, module)
+        if own is None or _is_same(Path(found), own):
             continue
         for other in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
             del sys.modules[other]
 
 
-def _location(module: ModuleType) -> Path | None:
+def _location(module: ModuleType) -> str | None:
     """Return a module's file, or the folder of a package."""
     if getattr(module, "__file__", None):
-        file = Path(str(module.__file__))
-        return file.parent if file.name == "__init__.py" else file
-    return next((Path(folder) for folder in getattr(module, "__path__", ())), None)
+        folder, file = os.path.split(str(module.__file__))
+        return folder if file == "__init__.py" else str(module.__file__)
+    return next((str(folder) for folder in getattr(module, "__path__", ())), None)
 
 
 def _own_location(name: str, module: TaskModule) -> Path | None:

@@ -49,6 +49,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def short_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time a device's micro-batches twice, and not up to 15 times, where no test is about that."""
+    if "trainer" not in request.path.parts:
+        monkeypatch.setattr("headwater.client.trainer.probe.MAX_TURNS", 1)
+        monkeypatch.setattr("headwater.client.trainer.probe.FINAL_TURNS", 2)
+
+
 @pytest.fixture
 def a_process_of_its_own() -> Iterator[None]:
     """Begin without updates, and without what another test learned of the task."""

@@ -52,7 +52,7 @@ def digest_of(examples: Examples, *, run_seed: int) -> str:
     digest = hashlib.blake2b(str(len(examples)).encode(), key=key, digest_size=DIGEST_BYTES)
     with same_random_numbers():
         for position in compared_positions(len(examples)):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             random.seed(0)
             np.random.seed(0)
             for piece in _pieces(examples[position], MAX_DEPTH):

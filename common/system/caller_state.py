@@ -7,7 +7,6 @@ the working folder. Allocation hints to the C library stay: they change no resul
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import random
@@ -21,6 +20,7 @@ import torch
 from headwater.common.errors import HeadwaterError, remedy_in_traceback
 from headwater.common.system.atomic_file import keep_private
 from headwater.common.system.console import QUIET_DEPENDENCIES, silent
+from headwater.common.system.heap import unfreeze_loaded_objects
 from headwater.common.system.lasting_output import lasting_output
 from headwater.common.system.stop_signals import (
     StopRequests,
@@ -71,7 +71,7 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
 
 @contextmanager
 def _own_process_state() -> Iterator[None]:
-    num_threads, folder, was_frozen = torch.get_num_threads(), os.getcwd(), gc.get_freeze_count()
+    num_threads, folder = torch.get_num_threads(), os.getcwd()
     root = logging.getLogger()
     level, log_handlers = root.level, root.handlers[:]
     umask = keep_private()
@@ -84,8 +84,7 @@ def _own_process_state() -> Iterator[None]:
         root.handlers[:] = log_handlers
         if os.getcwd() != folder:
             os.chdir(folder)
-        if not was_frozen:
-            gc.unfreeze()
+        unfreeze_loaded_objects()
 
 
 @contextmanager

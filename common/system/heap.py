@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ MAX_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc accepts no more
 M_ARENA_MAX = -8
 # New objects between two collections of a process that simulates.
 MAX_NEW_OBJECTS = 500_000
+
+_FROZEN_HERE = threading.Event()
 
 
 @functools.cache
@@ -90,8 +93,17 @@ def freeze_loaded_objects() -> None:
     torch and flwr create 220,000 objects, which a full collection scans for 130 ms while all other
     threads wait; on a server with 500 devices that delayed the sending of plans.
     """
+    if not gc.get_freeze_count():  # a walk over them all, if a caller has frozen some
+        _FROZEN_HERE.set()
     gc.collect()
     gc.freeze()
+
+
+def unfreeze_loaded_objects() -> None:
+    """Let Python collect again what ``freeze_loaded_objects`` excluded, unless a caller had too."""
+    if _FROZEN_HERE.is_set():
+        _FROZEN_HERE.clear()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

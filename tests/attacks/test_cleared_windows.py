@@ -142,7 +142,7 @@ def test_a_sum_that_overflows_in_a_large_window_clears_no_window(tmp_path: Path)
     members = Members(tmp_path, overflowing_sums)
     plans = {
         one.name: plan(
-            quota=FEW if one is members.victim else MANY, micro_batch_size=8, answer_seconds=0.5
+            quota=FEW if one is members.victim else MANY, micro_batch_size=8, answer_seconds=0.15
         )
         for one in members.devices
     }
@@ -160,7 +160,7 @@ def test_a_large_micro_batch_that_fails_is_taken_apart_whatever_time_the_plan_gi
         pace = one.kept()["pace"]
         least = LEAST_TIME * (pace["base"] + MANY * pace["each"]) * 1.001
         plans[one.name] = (
-            plan(quota=MANY, micro_batch_size=1, answer_seconds=0.5)
+            plan(quota=MANY, micro_batch_size=1, answer_seconds=0.15)
             if one is members.victim
             else plan(quota=MANY, micro_batch_size=MANY, answer_seconds=least)
         )
@@ -174,7 +174,7 @@ def test_a_large_micro_batch_that_fails_is_taken_apart_whatever_time_the_plan_gi
 
 
 def local(quota: int, *, steps: int, how: LocalTerms | None = None, rate: float = 0.02) -> Plan:
-    one = plan(quota=quota, micro_batch_size=1, answer_seconds=0.5)
+    one = plan(quota=quota, micro_batch_size=1, answer_seconds=0.15)
     return one.asking(LocalPlan(steps=steps, learning_rate=rate, how=how or LocalTerms()))
 
 
@@ -183,7 +183,7 @@ def test_members_of_few_examples_take_as_many_local_steps_as_the_others(
     tmp_path: Path, how: LocalTerms | None
 ) -> None:
     members = Members(tmp_path)
-    one = plan(quota=10, micro_batch_size=1, answer_seconds=0.5)
+    one = plan(quota=10, micro_batch_size=1, answer_seconds=0.15)
     with pytest.raises(MaskingTooWeak, match="100 local steps on 10 examples"):
         train(members.victim, one.asking(LocalPlan(steps=100, how=how)), members.image)
 
@@ -243,7 +243,7 @@ def test_heavy_members_that_are_said_to_drop_out_leave_no_lone_one(tmp_path: Pat
     quotas = {one.name: heavy.get(one.name, FEW) for one in members.devices}
     quotas[members.victim.name] = MANY
     plans = {
-        name: plan(quota=quota, micro_batch_size=8, answer_seconds=0.5)
+        name: plan(quota=quota, micro_batch_size=8, answer_seconds=0.15)
         for name, quota in quotas.items()
     }
     faults = FaultPlan()
@@ -257,7 +257,8 @@ def test_heavy_members_that_are_said_to_drop_out_leave_no_lone_one(tmp_path: Pat
 def test_a_ring_of_coarse_steps_rounds_no_member_to_zero(tmp_path: Path) -> None:
     members = Members(tmp_path)
     plans = {
-        one.name: plan(quota=FEW, micro_batch_size=8, answer_seconds=0.5) for one in members.devices
+        one.name: plan(quota=FEW, micro_batch_size=8, answer_seconds=0.15)
+        for one in members.devices
     }
     for device in members.devices:
         train(device, plans[device.name], members.image)

@@ -17,9 +17,9 @@ from headwater.common.flower import records
 from headwater.common.messages import Plan
 from tests.processes import ROOT
 
-HEAD_BYTES = 1 << 17
-MAX_MEBIBYTES = 60
-"""The attack took 265 for a head of this length, and 2,000 for one of the longest."""
+HEAD_BYTES = 1 << 16
+MAX_MEBIBYTES = 30
+"""The attack took 130 for a head of this length, and 2,000 for one of the longest."""
 
 # In a process of its own: the peak of a process's memory never falls.
 WORST = """
@@ -62,6 +62,7 @@ print(json.dumps([peak() - before, refused, worst[1]]))
 """
 
 
+@pytest.mark.slow
 def test_no_head_costs_much_more_than_it_is_long() -> None:
     import json
 

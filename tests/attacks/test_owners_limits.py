@@ -147,6 +147,7 @@ def test_a_share_that_falls_after_it_was_told_cuts_no_masked_window(tmp_path: Pa
     assert found == [OWNED] * MEMBERS
 
 
+@pytest.mark.slow
 def test_another_run_s_seed_at_one_model_gives_no_smaller_windows(tmp_path: Path) -> None:
     cohort = Active(tmp_path)
     common: dict[str, Any] = {"answer_seconds": 0.5, "num_invited": MEMBERS}

@@ -39,6 +39,7 @@ def for_others(folder: Path) -> list[str]:
 PLAN = ("--task", SIGNS, "--accumulation-steps", 2, "--micro-batch-size", 4, "--rounds", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--local-parameters", "2.*")])
 def test_a_simulation_s_files_are_its_user_s(tmp_path: Path, flags: tuple[str, ...]) -> None:
     out = tmp_path / "out"
@@ -47,6 +48,7 @@ def test_a_simulation_s_files_are_its_user_s(tmp_path: Path, flags: tuple[str, .
     assert for_others(out) == []
 
 
+@pytest.mark.slow
 def test_a_server_s_and_a_client_s_files_are_their_users(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     served = ("--listen", address, "--min-clients", 2, "--out", tmp_path / "out")

@@ -13,6 +13,7 @@ from tests.processes import ROOT
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_model_is_good() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert not any(cell.get("outputs") for cell in cells), "it is kept without its output"

@@ -59,6 +59,7 @@ def test_an_address_that_connects_too_often_gets_no_handshake(tmp_path: Path) ->
         until(is_refused, what=lambda: str(port.refusals))
 
 
+@pytest.mark.slow
 def test_a_join_that_is_turned_away_with_others_of_its_address_waits_and_joins(
     tmp_path: Path,
 ) -> None:

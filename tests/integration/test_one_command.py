@@ -64,6 +64,7 @@ def test_an_error_has_its_remedy_and_its_status(tmp_path: Path) -> None:
     assert "remedy:" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_run_until_ctrl_c_and_its_continuation(tmp_path: Path) -> None:
     out = tmp_path / "run"
     few = ("--clients", "3", "--threads", "1", "--out", str(out))

@@ -31,6 +31,7 @@ from tests.own_feature.plain import (
 from tests.python_tasks import SIGNS, Signs
 
 HERE = Path(__file__).resolve().parent
+ENGINES = ["in-process", pytest.param("grpc", marks=pytest.mark.slow)]
 SCAFFOLD = str(HERE.parents[1] / "examples" / "extensions" / "scaffold.py") + ":Scaffold"
 
 
@@ -68,6 +69,7 @@ def test_scaffold_is_that_of_a_plain_loop() -> None:
     assert not torch.allclose(vector(run.model), vector(plain.model), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_scaffold_is_the_same_over_a_network_and_after_a_resume(tmp_path: Path) -> None:
     given: dict[str, Any] = {**LOCAL, "feature": SCAFFOLD}
     models = []
@@ -148,7 +150,7 @@ def test_a_loss_of_the_received_model_is_that_of_a_plain_loop(tmp_path: Path) ->
         values_P = values_P - 0.5 * torch.stack(sums).mean(0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"simulation.engine": "grpc", "compression.up": "int8"}])
+@pytest.mark.parametrize("settings", [{}, {"compression.up": "int8"}])
 def test_a_sum_beside_the_model_s_is_exact_also_where_that_one_is_encoded(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -194,7 +196,7 @@ MASKED: dict[str, Any] = {"secure_aggregation": "semi-honest", "clients": 5}
     "settings",
     [
         {"simulation.engine": "in-process"},
-        {"simulation.engine": "grpc"},
+        pytest.param({"simulation.engine": "grpc"}, marks=pytest.mark.slow),
         {"secure.ring_bits": 16},
         {"compression.up": "random-k", "compression.fraction": 0.5},
     ],
@@ -330,18 +332,11 @@ def test_a_mean_is_weighed_as_the_model_s_under_dataset_weighting(tmp_path: Path
     assert seen == [[1.0, 3.0]] * 4
 
 
-@pytest.mark.parametrize(
-    ("engine", "every", "expected"),
-    [
-        ("in-process", 1, [3, 6, 9, 12]),
-        ("in-process", 2, [3, None, 6, None]),
-        ("grpc", 2, [3, None, 6, None]),
-    ],
-)
+@pytest.mark.parametrize(("every", "expected"), [(1, [3, 6, 9, 12]), (2, [3, None, 6, None])])
 def test_a_device_s_state_goes_on_from_round_to_round(
-    tmp_path: Path, engine: str, every: int, expected: list[int | None]
+    tmp_path: Path, every: int, expected: list[int | None]
 ) -> None:
-    settings = {"simulation.engine": engine, "feature.arguments": {"every": every}}
+    settings = {"feature.arguments": {"every": every}}
     seen = seen_in(tmp_path, "Counts", settings=settings)
     assert seen == [[] if one is None else [float(one)] for one in expected]
 
@@ -405,7 +400,7 @@ def test_a_feature_is_not_asked_for_sums_of_no_example(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_sums_are_the_same_in_one_process_and_over_a_wire(tmp_path: Path, engine: str) -> None:
     settings = {"simulation.engine": engine}
     assert seen_in(tmp_path, "Sharp", settings=settings) == [[3 * 2.0**24] * 4] * 4
@@ -415,6 +410,7 @@ def test_what_one_device_changes_no_other_sees_in_one_process_either(tmp_path: P
     assert seen_in(tmp_path, "Spoils") == [[3.0]] * 4
 
 
+@pytest.mark.slow
 def test_a_feature_works_in_several_processes(tmp_path: Path) -> None:
     settings = {"simulation.workers": 2, "simulation.compute": "one-by-one"}
     assert seen_in(tmp_path, "Counts", settings=settings) == [[3.0], [6.0], [9.0], [12.0]]
@@ -439,7 +435,7 @@ def test_plans_that_are_too_long_end_the_run_with_a_named_error(
         seen_in(tmp_path, feature, settings={"simulation.engine": "grpc"})
 
 
-@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_encoding_of_one_s_own_is_that_of_a_plain_loop(tmp_path: Path, engine: str) -> None:
     rate = 0.5
     headwater.simulate(
@@ -468,7 +464,7 @@ def test_an_encoding_of_one_s_own_is_that_of_a_plain_loop(tmp_path: Path, engine
     torch.testing.assert_close(vector(found), values_P, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_rounds_without_the_model_s_sum_step_nothing(tmp_path: Path, engine: str) -> None:
     """Two rounds of counting, then one of training: the step of a run of one round."""
     given: dict[str, Any] = {"accumulation_steps": 4, "micro_batch_size": 10, "optimizer": "sgd"}
@@ -507,12 +503,18 @@ def test_several_features_act_together_in_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["in-process", "grpc"])
 def test_features_keep_states_apart(tmp_path: Path, engine: str) -> None:
-    places = ",".join(f"{HERE / 'features.py'}:{name}" for name in ("Counts", "CountsByTwo"))
+    """Beside an update that is encoded, and a sum that no encoding may round."""
+    names = ("Counts", "CountsByTwo", "Histogram")
+    places = ",".join(f"{HERE / 'features.py'}:{name}" for name in names)
     given: dict[str, Any] = {"clients": 3, "rounds": 3, "progress": False}
-    settings = {"simulation.engine": engine}
+    given |= {"accumulation_steps": 4, "micro_batch_size": 10}
+    settings = {"simulation.engine": engine, "compression.up": "int8"}
     headwater.simulate(SIGNS, **given, feature=places, out=tmp_path, settings=settings)
     saved = checkpoint.load(tmp_path)
     assert saved is not None
+    parts = [Signs().train_examples(data=None, part=part, num_parts=3) for part in range(3)]
+    labels = torch.cat([part[:][1] for part in parts])
+    assert saved.progress.features["histogram"]["seen"] == [labels.bincount().tolist()] * 3
     assert saved.progress.features["counts"]["seen"] == [[3.0], [6.0], [9.0]]
     assert saved.progress.features["bytwo"]["seen"] == [[6.0], [12.0], [18.0]]
 

@@ -161,7 +161,7 @@ def test_a_faulty_update_is_answered_as_any_other_and_adds_nothing(
     image = bytes(trainer.image.buffer())
     weight = 24 if task == "Steep" else 8
     more = {"weigh_as": 24} if task == "Steep" else {}
-    round_plan = plan(answer_seconds=0.5, **more)
+    round_plan = plan(answer_seconds=0.15, **more)
     heads = [json.loads(train(device, round_plan, image).head) for device in cohort]
     assert {tuple(sorted(head.keys() - {"seconds"})) for head in heads} == {
         ("name", "round", "vitals")

@@ -96,6 +96,7 @@ def test_two_processes_of_a_device_mask_no_example_twice_at_a_model(tmp_path: Pa
     assert HistoryFile(path).masked_at(ONE) == {1, 2, 3, 4, 5, 6}
 
 
+@pytest.mark.slow
 def test_processes_that_begin_at_once_have_one_secret(tmp_path: Path) -> None:
     path, begin = tmp_path / "pi-masked.jsonl", tmp_path / "begin"
     script = (
