@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import matplotlib.figure
+import pytest
 
 import headwater
 from tests.processes import ROOT
