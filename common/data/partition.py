@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from headwater.common.data.label_shards import assign_label_shards
 from headwater.common.data.partition_spec import DRAW_INSTEAD, USE_FEWER_DEVICES, PartitionRule
 from headwater.common.data.portable_random import FloatArray, IntArray, PortableRandom
 from headwater.common.errors import NoSuchPartition
@@ -118,6 +117,8 @@ def partition_examples(
     assert column is not None
     if rule.kind == "labels":
         sorted_E, starts_V1 = column.examples_by_value(rng.permutation(num_examples))
+        from headwater.common.data.label_shards import assign_label_shards
+
         devices_E = assign_label_shards(sorted_E, starts_V1, int(rule.amount), num_devices, rng)
     elif rule.kind == "column":
         devices_E = _by_value(column, num_devices, rng)

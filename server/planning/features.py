@@ -6,15 +6,18 @@ A feature is imported if the run's settings turn it on, or if its model needs it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
 from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
-from headwater.server.planning.demand import Demand
 from headwater.server.planning.planner import Assigned
 from headwater.server.planning.vitals_columns import Floats, Ints
+
+if TYPE_CHECKING:
+    from headwater.server.planning.demand import Demand
 
 Weights = Mapping[str, int]
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ from headwater.common.messages import MAX_STEPS
 from headwater.common.settings import schema as settings
 from headwater.common.stats.linear_fit import Line
 from headwater.common.stats.training_speed import MIN_SECONDS_PER_EXAMPLE
-from headwater.server.planning.demand import Demand
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
     DeviceEstimate,
@@ -45,6 +44,9 @@ from headwater.server.planning.equal_finish import (
     share_wait,
 )
 from headwater.server.planning.vitals_columns import Floats, Ints, VitalsColumns
+
+if TYPE_CHECKING:
+    from headwater.server.planning.demand import Demand
 
 # A fleet of Pi Zeros and laptops is sixteen times apart; a client that is farther than this from
 # the median more likely has a clock that jumped, or lies.

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from headwater.common.errors import CheckpointCorrupt
 from headwater.common.settings import schema as settings
-from headwater.server.planning.demand import Demand, Ints
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
+
+if TYPE_CHECKING:
+    from headwater.server.planning.demand import Demand, Ints
 
 TargetBy = Literal["examples", "tokens", "noise scale"]
 

@@ -42,7 +42,6 @@ from headwater.server.planning.round_plans import RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
-from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.open_round import Holder, OpenRound
 
@@ -89,6 +88,8 @@ class Training:
             frozen_dtype=settings.model.frozen_dtype,
         )
         if settings.model.initial is not None:
+            from headwater.server.rounds.initial_model import load_initial
+
             load_initial(self.image, settings.model.initial, measures=settings.statistics.is_on)
         if not all_finite(self.image.values_P):
             raise TaskError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from headwater.simulation.fleet.position_columns import ranges, starts_of
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
-from headwater.simulation.vectorised.task_sums import ExampleSums
+
+if TYPE_CHECKING:
+    from headwater.simulation.vectorised.task_sums import ExampleSums
 
 
 class DeviceSums(Protocol):

@@ -27,7 +27,6 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import print_text
 from headwater.common.system.portability import num_usable_cores
 from headwater.common.task import weight_unit
-from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.fleet.devices import Compute, Devices
 
@@ -60,6 +59,8 @@ def compute_of(
         return _one_by_one(devices, num_invited, start_pool)
     if chosen == "one-by-one" or settings.simulation.aggregators > 1:
         return _one_by_one(devices, num_invited, start_pool)
+    from headwater.simulation.compute.batched import BatchedCompute, VectorsTooLarge
+
     # A liar's norm is held against those of the honest devices.
     watches = devices.has_liars and settings.aggregation.beyond_norm != "keep"
     needs_norms = plan.follow_noise_scale or watches or settings.local.is_on

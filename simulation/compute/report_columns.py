@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,9 @@ from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.device_sums import DeviceSums, JointSums, StepSums
 from headwater.simulation.fleet.devices import ClientPlan
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
-from headwater.simulation.vectorised.task_sums import ExampleSums
+
+if TYPE_CHECKING:
+    from headwater.simulation.vectorised.task_sums import ExampleSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.simulation.compute.modes import StartPool, compute_of
-from headwater.simulation.engines.held_models import HeldModels
-from headwater.simulation.engines.pending_answers import PendingAnswers
 from headwater.simulation.engines.roster import FleetRoster
 from headwater.simulation.fleet.devices import (
     FIRST_NODE_ID,
@@ -42,6 +41,8 @@ from headwater.simulation.reports.data_survey import report_left_out
 if TYPE_CHECKING:
     from headwater.common.phases import Phase
     from headwater.server.transport.device_records import Stage, Stages
+    from headwater.simulation.engines.held_models import HeldModels
+    from headwater.simulation.engines.pending_answers import PendingAnswers
 
 
 class LocalFleet:
@@ -78,9 +79,21 @@ class LocalFleet:
         """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
-        self._pending = PendingAnswers()
-        self._held = HeldModels()
         self._stages = stages
+
+    @cached_property
+    def _pending(self) -> PendingAnswers:
+        """The answers of asynchronous rounds that are under way."""
+        from headwater.simulation.engines.pending_answers import PendingAnswers
+
+        return PendingAnswers()
+
+    @cached_property
+    def _held(self) -> HeldModels:
+        """What devices were last sent, where differences go down."""
+        from headwater.simulation.engines.held_models import HeldModels
+
+        return HeldModels()
 
     @property
     def can_repeat_rounds(self) -> bool:

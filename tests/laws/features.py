@@ -65,7 +65,7 @@ OUTER = (
 )
 
 LIMITS = {
-    "modules, simulation": 260,
-    "modules, server": 172,
-    "modules, client": 168,
+    "modules, simulation": 213,
+    "modules, server": 150,
+    "modules, client": 146,
 }

@@ -136,7 +136,14 @@ def modules_in(path: Path) -> list[str]:
     names: list[str] = json.loads(path.read_text())
     loaded = {feature for name in names if (feature := feature_of(file_of(name))) is not None}
     assert loaded <= ALWAYS, "a plain run loads what is off"
-    return names
+    return [name for name in names if has_code(name)]
+
+
+def has_code(module: str) -> bool:
+    """Whether there is anything to read in a module: not in the empty file of a package."""
+    name = file_of(module)
+    tree = ast.parse((ROOT / (f"{name}__init__.py" if name.endswith("/") else name)).read_text())
+    return ast.get_docstring(tree) is None or len(tree.body) > 1
 
 
 def file_of(module: str) -> str:
