@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,13 +88,14 @@ def believed_noise(parts: Sequence[NoiseSums]) -> Sequence[NoiseSums]:
     return [NoiseSums(weight=one.weight) if id(one) in false else one for one in parts]
 
 
-def _column(parts: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+def _column(parts: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(part, np.float64) for part in parts] or [np.zeros(0)])
 
 
-def _sums_of(part: ReportColumns, metric: str) -> Sequence[float]:
+def _sums_of(part: ReportColumns, metric: str) -> NDArray[np.float64]:
     """Return the clients' sums of a metric; NaN for those that do not report it."""
-    return part.metric_sums.get(metric, [np.nan] * len(part.names))
+    sums = part.metric_sums.get(metric)
+    return np.full(len(part.names), np.nan) if sums is None else sums
 
 
 def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> list[ReportColumns]:
@@ -108,13 +109,11 @@ def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> lis
     is_kept = np.array([one for part in kept for one in part], dtype=bool)
     whole = max(float(weights[is_kept].sum()), 1.0)
 
-    def mean_of(columns: Sequence[Sequence[float]]) -> float:
+    def mean_of(columns: Sequence[NDArray[Any]]) -> float:
         return float(np.nansum(_column(columns)[is_kept])) / whole
 
-    def replaced(values: Sequence[float], at: int, mean: float) -> Sequence[float]:
-        part = parts[at]
-        rows = zip(values, kept[at], part.sent_weight, strict=True)
-        return [value if keeps else mean * weight for value, keeps, weight in rows]
+    def replaced(values: NDArray[np.float64], at: int, mean: float) -> NDArray[np.float64]:
+        return np.where(kept[at], values, mean * parts[at].sent_weight)
 
     loss = mean_of([part.loss_sum for part in parts])
     metrics = dict.fromkeys(name for part in parts for name in part.metric_sums)

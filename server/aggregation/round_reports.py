@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count, repeat
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from headwater.server.planning.vitals_columns import VitalsColumns
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+MOST_SUMMED = 2**62
+"""Of a client's summed weight in a column; what counts of it is far below."""
+ALONE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,34 +115,35 @@ class ReportColumns:
 
     round: int
     names: Sequence[str]
-    num_examples: Sequence[int]
+    num_examples: Ints
     num_refused: Sequence[int]
-    num_steps: Sequence[int]
-    sent_weight: Sequence[int]
-    summed_weight: Sequence[int]
-    loss_sum: Sequence[float]
-    metric_sums: Mapping[str, Sequence[float]]
-    seconds: Sequence[float]
+    num_steps: Ints
+    sent_weight: Ints
+    summed_weight: Ints
+    loss_sum: Floats
+    metric_sums: Mapping[str, Floats]
+    seconds: Floats
     vitals: VitalsColumns
 
     @staticmethod
     def of(*reports: UpdateReport) -> ReportColumns:
         """Return the columns of reports of one round; at least one report."""
         metrics = {name for report in reports for name in report.metric_sums}
+        summed = [min(report.summed_weight, MOST_SUMMED) for report in reports]
         return ReportColumns(
             round=reports[0].round,
             names=[report.name for report in reports],
-            num_examples=[report.num_examples for report in reports],
+            num_examples=_ints([report.num_examples for report in reports]),
             num_refused=[report.num_refused for report in reports],
-            num_steps=[report.num_steps for report in reports],
-            sent_weight=[report.weight for report in reports],
-            summed_weight=[report.summed_weight for report in reports],
-            loss_sum=[report.loss_sum for report in reports],
+            num_steps=_ints([report.num_steps for report in reports]),
+            sent_weight=_ints([report.weight for report in reports]),
+            summed_weight=_ints(summed),
+            loss_sum=_floats([report.loss_sum for report in reports]),
             metric_sums={
-                name: [one.metric_sums.get(name, math.nan) for one in reports]
+                name: _floats([one.metric_sums.get(name, math.nan) for one in reports])
                 for name in sorted(metrics)
             },
-            seconds=[report.seconds for report in reports],
+            seconds=_floats([report.seconds for report in reports]),
             vitals=VitalsColumns.of(report.vitals for report in reports),
         )
 
@@ -191,25 +197,32 @@ class AcceptedReports(Mapping[str, UpdateReport]):
     def __init__(self) -> None:
         self.blocks: list[ReportBatch] = []
         """Those that came as columns."""
-        self._found: dict[str, UpdateReport | tuple[ReportBatch, int]] = {}
+        self._firsts: list[int] = []
+        """The number of reports in the blocks before each of them."""
+        self._alone: dict[str, UpdateReport] = {}
+        self._row_of: dict[str, int] = {}
+        """Each client's row in the blocks, one behind the other; ALONE if it came alone."""
 
     def add(self, *reports: UpdateReport) -> None:
         """Add reports that came alone."""
-        self._found |= {report.name: report for report in reports}
+        self._alone |= {report.name: report for report in reports}
+        self._row_of |= dict.fromkeys((report.name for report in reports), ALONE)
 
     def add_block(self, block: ReportBatch) -> None:
         """Add reports that came as columns."""
+        first = self._firsts[-1] + len(self.blocks[-1]) if self.blocks else 0
         self.blocks.append(block)
-        self._found |= zip(block.columns.names, zip(repeat(block), count()), strict=False)
+        self._firsts.append(first)
+        self._row_of |= zip(block.columns.names, count(first), strict=False)
 
     def has_none(self, names: Iterable[str]) -> bool:
         """Whether none of these clients is among them."""
-        return self._found.keys().isdisjoint(names)
+        return self._row_of.keys().isdisjoint(names)
 
     @property
     def single(self) -> list[UpdateReport]:
         """Those that came alone."""
-        return [one for one in self._found.values() if isinstance(one, UpdateReport)]
+        return [*self._alone.values()]
 
     def figures(self, names: Sequence[str]) -> dict[str, Sequence[Any]]:
         """Return each figure of these clients' rows; see ``figures_of``."""
@@ -242,31 +255,31 @@ class AcceptedReports(Mapping[str, UpdateReport]):
 
     def _rows(self, names: Sequence[str]) -> Ints | None:
         """Return where these clients are in the blocks, one behind the other; None: not all are."""
-        firsts = accumulate(map(len, self.blocks), initial=0)
-        first_of = dict(zip(map(id, self.blocks), firsts, strict=False))
-        places = [one for name in names if isinstance(one := self._found[name], tuple)]
-        if not places or len(places) < len(names):
-            return None
-        return np.array([first_of[id(block)] + row for block, row in places])
+        rows = np.fromiter(map(self._row_of.__getitem__, names), np.int64, len(names))
+        return rows if len(rows) and rows.min() > ALONE else None
 
     def copy(self) -> AcceptedReports:
         """Return those of now, while another thread adds some."""
         other = AcceptedReports()
-        other.blocks, other._found = self.blocks, self._found.copy()
+        other._row_of, other._alone = self._row_of.copy(), self._alone
+        other.blocks, other._firsts = self.blocks, self._firsts
         return other
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._row_of)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._row_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found
+        return name in self._row_of
 
     def __getitem__(self, name: str) -> UpdateReport:
-        found = self._found[name]
-        return found if isinstance(found, UpdateReport) else found[0][found[1]]
+        row = self._row_of[name]
+        if row == ALONE:
+            return self._alone[name]
+        at = bisect_right(self._firsts, row) - 1
+        return self.blocks[at][row - self._firsts[at]]
 
 
 def mean_loss(loss_sum: float, weight: int) -> float:
@@ -306,7 +319,7 @@ def plain_sum(
         names=names,
         mean_P=mean_P,
         weight=weight,
-        num_examples=sum(chain.from_iterable(part.num_examples for part in columns)),
+        num_examples=sum(int(part.num_examples.sum()) for part in columns),
         num_refused=sum(chain.from_iterable(part.num_refused for part in columns)),
         summed_weight=total_summed_weight(columns, max_weight_per_example=max_weight_per_example),
         loss_sum=total_loss(columns),
@@ -317,7 +330,7 @@ def plain_sum(
 
 def total_loss(parts: Iterable[ReportColumns]) -> float:
     """Add up the losses, rounded once, so that the result does not depend on their order."""
-    return math.fsum(chain.from_iterable(part.loss_sum for part in parts))
+    return math.fsum(chain.from_iterable(part.loss_sum.tolist() for part in parts))
 
 
 def total_metrics(parts: Sequence[ReportColumns]) -> dict[str, float]:
@@ -327,14 +340,19 @@ def total_metrics(parts: Sequence[ReportColumns]) -> dict[str, float]:
         numbers.update({name: len(_told(sums)) for name, sums in part.metric_sums.items()})
     names = most_reported(numbers)
     return {
-        name: math.fsum(value for part in parts for value in _told(part.metric_sums.get(name, ())))
+        name: math.fsum(
+            chain.from_iterable(
+                _told(part.metric_sums[name]) for part in parts if name in part.metric_sums
+            )
+        )
         for name in names
     }
 
 
-def _told(sums: Sequence[float]) -> Sequence[float]:
+def _told(sums: Floats) -> Sequence[float]:
     """Return a metric's sums without those of clients that do not report it."""
-    return [value for value in sums if not math.isnan(value)]
+    told: list[float] = sums[~np.isnan(sums)].tolist()
+    return told
 
 
 def most_reported(numbers: Mapping[str, int]) -> list[str]:
@@ -352,10 +370,19 @@ def total_summed_weight(parts: Iterable[ReportColumns], *, max_weight_per_exampl
     A client's claim counts up to the task's bound for its number of examples. Where its steps have
     no weight, the weight that it sent counts.
     """
-    return sum(
-        min(summed or sent, num_examples * max_weight_per_example)
-        for part in parts
-        for num_examples, sent, summed in zip(
-            part.num_examples, part.sent_weight, part.summed_weight, strict=True
+    each = (
+        np.minimum(
+            np.where(part.summed_weight > 0, part.summed_weight, part.sent_weight),
+            part.num_examples * max_weight_per_example,
         )
+        for part in parts
     )
+    return sum(int(one.sum()) for one in each)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _floats(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=np.float64)

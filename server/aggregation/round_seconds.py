@@ -42,7 +42,7 @@ def virtual_split(
     A simulated client's seconds contain its transfers. What is left of them is computation.
     """
     ready = list(ready)
-    seconds = [*chain.from_iterable(part.seconds for part in columns)]
+    seconds = [*chain.from_iterable(part.seconds.tolist() for part in columns)]
     seconds += [one.seconds or 0.0 for one in ready]
     vitals = [*(part.vitals for part in columns), VitalsColumns.of(one.vitals for one in ready)]
     mean, number = math.fsum(seconds) / len(seconds), len(seconds)
@@ -73,7 +73,11 @@ def measured_split(
 
     Without ``links``, as on Flower's own engines, down and up are unknown, and counted as waiting.
     """
-    clients = [*chain.from_iterable(zip(part.names, part.seconds, strict=True) for part in columns)]
+    clients = [
+        *chain.from_iterable(
+            zip(part.names, part.seconds.tolist(), strict=True) for part in columns
+        )
+    ]
     masked = {one.name: one.seconds or 0.0 for one in ready}
     clients += masked.items()
     sums = dict.fromkeys((DOWN, COMPUTE, UP, WAIT), 0.0)

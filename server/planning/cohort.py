@@ -13,7 +13,7 @@ import operator
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -85,18 +85,16 @@ def candidates_in_turn(
     round_number: int,
     order: PopulationOrder = population_order,
 ) -> Iterator[str]:
-    """Yield all names once: those whose turn the round is first, then the next in the order.
+    """Return all names once: those whose turn the round is first, then the next in the order.
 
     If all clients are invited, they come in their own order.
     """
     if size is None or size >= len(names):
-        yield from names
-        return
+        return iter(names)
     lap, turn = divmod(round_number - 1, -(-len(names) // size))
     shuffled = order(names, seed, lap)
-    yield from islice(shuffled, turn * size, None)
     # The last turn of a lap is filled up from the lap's start.
-    yield from islice(shuffled, turn * size)
+    return chain(islice(shuffled, turn * size, None), islice(shuffled, turn * size))
 
 
 def select(

@@ -35,7 +35,11 @@ from headwater.server.planning.cohort import (
     select,
     slowness,
 )
-from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns, told
+from headwater.server.planning.device_estimates import (
+    UNTOLD_EXAMPLES,
+    DeviceEstimate,
+    EstimateColumns,
+)
 from headwater.server.planning.exclusions import (
     Exclusion,
     exclude,
@@ -48,6 +52,7 @@ from headwater.server.planning.known_clients import KnownClients
 from headwater.server.planning.plan_table import PlanTable, held_out_fraction, plans_of
 from headwater.server.planning.planner import Assigned, TransferCosts, assign
 from headwater.server.planning.target_batch import Target
+from headwater.server.planning.vitals_columns import Ints
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +242,7 @@ class RoundPlanner:
             left_out=selection.left_out | excluded,
             exceptions=exceptions,
             num_too_slow=len(selection.left_out),
-            num_epoch_examples=_epoch_examples(owned.values(), len(clients.reports)),
+            num_epoch_examples=_epoch_examples(known.num_examples, len(clients.reports)),
             num_bounded=len(bounded),
             below_share=below,
             # A busy client may have left.
@@ -452,8 +457,7 @@ class RoundPlanner:
         )
 
 
-def _epoch_examples(owned: Collection[int], num_connected: int) -> int | None:
-    numbers = [known for one in owned if (known := told(one)) is not None]
-    if not owned or len(numbers) < len(owned):
+def _epoch_examples(owned: Ints, num_connected: int) -> int | None:
+    if not len(owned) or not ((owned > 0) & (owned < UNTOLD_EXAMPLES)).all():
         return None
-    return round(sum(numbers) / len(numbers) * num_connected)
+    return round(int(owned.sum()) / len(owned) * num_connected)

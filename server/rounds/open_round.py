@@ -158,7 +158,7 @@ class OpenRound:
     @property
     def weight(self) -> int:
         """The weight of all accepted updates, each counted once."""
-        return sum(chain.from_iterable(part.sent_weight for part in self.columns))
+        return sum(int(part.sent_weight.sum()) for part in self.columns)
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -265,14 +265,14 @@ class OpenRound:
         """
         columns, (values_P,) = block.reports.columns, block.vectors
         peaks = self._total.check(values_P, name=counted(len(columns.names), "device"))
-        self._total.fold(values_P, sum(columns.sent_weight), peaks)
+        self._total.fold(values_P, int(columns.sent_weight.sum()), peaks)
         self._batch_norms.append(block.reports.norms_per_weight)
         return range(len(columns.names))
 
     def _add_each(self, block: UpdateBlock) -> Sequence[int]:
         """Check and add each vector of a block, or refuse it; return the rows that were added."""
         columns, taken = block.reports.columns, list[int]()
-        rows = zip(columns.names, columns.sent_weight, block.vectors, strict=True)
+        rows = zip(columns.names, columns.sent_weight.tolist(), block.vectors, strict=True)
         for at, (name, weight, values_P) in enumerate(rows):
             try:
                 self._add(name, self.plans[name], values_P, weight)
@@ -355,7 +355,7 @@ class OpenRound:
             self._refuse_updates(columns.names, refused)
             return
         if all(self.plans[report.name].asks_model for report in branch.reports):
-            self._total.add_part(branch.total, sum(columns.sent_weight))
+            self._total.add_part(branch.total, int(columns.sent_weight.sum()))
         if self.extra is not None:
             self.extra.add_parts(branch.extra, weights)
         self.norms |= branch.norms
@@ -466,16 +466,16 @@ class OpenRound:
         if len(different) < len(names):
             raise UnexpectedUpdate(f"a client is twice in a batch of {len(names)} updates")
         rounds, most, planned = self._limits[plans.at(names)].T
-        num_examples, sent = np.array(columns.num_examples), np.array(columns.sent_weight)
+        num_examples, sent = columns.num_examples, columns.sent_weight
         is_right = (rounds == columns.round) & (num_examples > 0) & (num_examples <= most)
         is_right &= np.where(
             planned > 0, sent == planned, (sent >= 0) & (sent <= num_examples * self._max_weight)
         )
-        is_right &= np.array(columns.num_steps) <= most + 1
+        is_right &= columns.num_steps <= most + 1
         for row in np.flatnonzero(~is_right).tolist():  # this one says what is wrong with it
             plan = self._check_awaited(names[row], columns.round, self.accepted)
-            counts = columns.num_examples[row], columns.sent_weight[row], columns.num_steps[row]
-            self._check_counts(names[row], plan, *counts)
+            counts = (num_examples[row], sent[row], columns.num_steps[row])
+            self._check_counts(names[row], plan, *map(int, counts))
 
     def _check_counts(
         self,

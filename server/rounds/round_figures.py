@@ -35,7 +35,7 @@ def row_of_round(
     ``seconds_split`` are the server's seconds by part, ``client_seconds`` those of the clients.
     """
     noise, ready = step.noise, opened.ready
-    seconds = [max(part.seconds) for part in opened.columns]
+    seconds = [float(part.seconds.max()) for part in opened.columns]
     seconds += [one.seconds or 0.0 for one in ready.values()]
     total_seconds = sum(seconds_split.values())
     row = RoundRow(

@@ -32,7 +32,7 @@ from headwater.common.terms import Terms
 from headwater.server.fleet import Dropout
 from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.vitals_columns import VitalsColumns
-from headwater.simulation.fleet.devices import ClientPlan, Devices, plans_of
+from headwater.simulation.fleet.devices import ClientPlan, ClientPlans, Devices
 from headwater.simulation.fleet.position_columns import NO_ROUND, PlaceColumns, starts_of
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
@@ -56,17 +56,15 @@ class Prediction:
 def predict_round(devices: Devices, clients: Sequence[ClientPlan]) -> Prediction:
     """Predict each device's round, and store its position after it as pending."""
     parts, simulated, alone, dropouts = [], [], [], []
-    plans = plans_of(clients)
-    numbers = _ints(one.part for one in clients)
-    is_steady = _is_steady(devices, numbers, plans)
-    others = list(compress(clients, (~is_steady).tolist()))
+    steady = ClientPlans.of(clients)
+    plans = steady.table
+    is_steady = _is_steady(devices, steady.parts, plans)
+    others = list(compress(clients, (~is_steady).tolist())) if not is_steady.all() else []
     if is_steady.any():
-        steady = clients
         if others:
-            at = np.flatnonzero(is_steady)
-            steady, numbers = [clients[row] for row in at.tolist()], numbers[at]
-            plans = plans.some([one.name for one in steady])
-        columns = _predict_steady(devices, steady, numbers, plans)
+            steady = steady.some(np.flatnonzero(is_steady))
+            plans = plans.some(steady.names)
+        columns = _predict_steady(devices, steady, plans)
         is_plain = _ends_as_planned(columns, plans)
         if not is_plain.all():
             others += [steady[at] for at in np.flatnonzero(~is_plain).tolist()]
@@ -101,28 +99,29 @@ def foreseen_alone(
     nobody = RoundColumns.joined([])
     if devices.changes_updates or not clients:
         return nobody
-    plans, checkpointed = plans_of(clients), devices.trainer.checkpointed
-    first = clients[0].plan
+    called = ClientPlans.of(clients)
+    plans, checkpointed = called.table, devices.trainer.checkpointed
+    first = called[0].plan
     if first.max_tokens is not None or first.precision == "auto":  # the same in all plans
         return nobody
     is_plain = np.array(plans.of_each(_is_foreseen)) & (plans.model_version == first.model_version)
-    some = [
-        one
-        for one, round_number in compress(zip(clients, plans.round.tolist(), strict=True), is_plain)
-        if one.name not in checkpointed
-        and not devices.falsifications(one.part, round_number=round_number)
-    ]
-    if not some:
+    is_plain &= [name not in checkpointed for name in called.names]
+    if devices.has_liars:
+        pairs = zip(called.parts.tolist(), plans.round.tolist(), strict=True)
+        is_plain &= [not devices.falsifications(part, round_number=at) for part, at in pairs]
+    if not is_plain.all():
+        called = called.some(np.flatnonzero(is_plain))
+    if not called:
         return nobody
-    columns = predict_round(devices, some).columns
+    columns = predict_round(devices, called).columns
     if len(columns) == 0:
         return nobody
-    limits = plans.deadline_seconds[plans.at(one.name for one in columns.clients)] / 2
+    limits = plans.deadline_seconds[plans.at(columns.clients.names)] / 2
     if timeout_seconds is not None:
         limits = np.fmin(limits, timeout_seconds)
     is_early = ~(columns.seconds > limits)  # True without a limit, which is NaN
-    row_of = {one.part: row for row, one in enumerate(columns.clients)}
-    rows = np.array([row_of[one.part] for one in some if one.part in row_of])
+    row_of = {part: row for row, part in enumerate(columns.parts.tolist())}
+    rows = np.array([row_of[part] for part in called.parts.tolist() if part in row_of])
     rows = rows[is_early[rows]]
     if len(rows) == len(columns) and bool((np.diff(rows) == 1).all()):
         return columns
@@ -168,11 +167,9 @@ def _is_steady(devices: Devices, parts: Ints, plans: PlanTable) -> NDArray[np.bo
     return is_steady & (_num_steps(plans) <= MAX_STEPS)
 
 
-def _predict_steady(
-    devices: Devices, clients: Sequence[ClientPlan], parts: Ints, plans: PlanTable
-) -> RoundColumns:
+def _predict_steady(devices: Devices, clients: ClientPlans, plans: PlanTable) -> RoundColumns:
     """Predict windows that end with their quota, as ``_simulate`` does for one."""
-    hardware, first = devices.hardware_columns, plans.first
+    hardware, first, parts = devices.hardware_columns, plans.first, clients.parts
     counted = np.where(plans.counted_round > 0, plans.counted_round, NO_ROUND)
     owned = devices.num_training_examples(parts, first)
     places = devices.positions.settle(parts, counted).of_existing(owned)
@@ -386,7 +383,7 @@ def _columns_of(simulated: Sequence[_SimulatedClient]) -> RoundColumns:
     windows, totals = [one.window for one in simulated], [one.total for one in simulated]
     steps = [step for total in totals for step in total.steps]
     return RoundColumns(
-        clients=[one.client for one in simulated],
+        clients=ClientPlans.of([one.client for one in simulated]),
         parts=_ints(one.client.part for one in simulated),
         num_examples=_ints(total.num_examples for total in totals),
         num_owned=_ints(one.num_owned for one in simulated),

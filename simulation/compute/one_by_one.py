@@ -26,7 +26,7 @@ from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.dry_run import foreseen_alone
 from headwater.simulation.compute.report_columns import CohortReports
 from headwater.simulation.compute.window_passes import WindowPasses
-from headwater.simulation.fleet.devices import ClientPlan, Devices
+from headwater.simulation.fleet.devices import ClientPlan, ClientPlans, Devices
 from headwater.simulation.fleet.faults import falsify
 from headwater.simulation.fleet.position_columns import ranges, starts_of
 from headwater.simulation.vectorised.round_columns import Ints, RoundColumns
@@ -84,15 +84,17 @@ class OneByOne:
         columns = foreseen_alone(self._devices, clients, timeout_seconds=timeout_seconds)
         positions = columns.positions(np.arange(len(columns)))
         starts, counts = starts_of(columns.num_examples), columns.num_examples
-        row_of = {client.part: row for row, client in enumerate(columns.clients)}
-        for block in _blocks([row_of.get(one.part) for one in clients], self._at_once):
+        row_of = {part: row for row, part in enumerate(columns.parts.tolist())}
+        clients = ClientPlans.of(clients)
+        rows = list(map(row_of.get, clients.parts.tolist()))
+        for block in _blocks(rows, self._at_once):
             first = clients[block.start]
             # Training of the device before may have changed what must stay as it was sent.
             self._devices.trainer.loaded_model.load(run_id, first.plan.model_version, model)
-            if first.part not in row_of:
+            if rows[block.start] is None:
                 yield self._alone(first)
                 continue
-            at = np.array([row_of[one.part] for one in clients[block]])
+            at = np.array(rows[block])
             own = positions[ranges(starts[at], counts[at])]
             vectors = (
                 self._some_accumulators(len(at)) if accumulators is None else accumulators[block]

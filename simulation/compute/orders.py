@@ -20,7 +20,7 @@ from headwater.common.messages import Plan, Step, UpdateReport
 from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.settings.schema import Settings
 from headwater.simulation.compute.report_columns import BlockSums, CohortReports
-from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.fleet.devices import ClientPlan, ClientPlans
 from headwater.simulation.fleet.position_columns import Ints, StateColumns
 from headwater.simulation.vectorised.round_columns import RoundColumns
 
@@ -66,8 +66,8 @@ class SumOrder:
     def of(columns: RoundColumns, *, run_id: int, first: int, with_norms: bool) -> SumOrder:
         """Return the order to compute a block, in which each device has a plan of its own."""
         return SumOrder(
-            columns=replace(columns, clients=()),
-            names=[client.name for client in columns.clients],
+            columns=replace(columns, clients=ClientPlans.of([])),
+            names=[*columns.clients.names],
             plan=columns.clients[0].plan,
             run_id=run_id,
             first=first,
@@ -78,8 +78,7 @@ class SumOrder:
     def planned(self) -> RoundColumns:
         """The block with its devices, all of which have the first one's plan."""
         plans: defaultdict[str, Plan] = defaultdict(lambda: self.plan)
-        parts = self.columns.parts.tolist()
-        clients = [ClientPlan(*one, plans) for one in zip(self.names, parts, strict=True)]
+        clients = ClientPlans(self.names, self.columns.parts, plans)
         return replace(self.columns, clients=clients)
 
 

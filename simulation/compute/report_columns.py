@@ -27,7 +27,7 @@ from headwater.server.aggregation.round_reports import (
 )
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.device_sums import DeviceSums, JointSums, StepSums
-from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.fleet.devices import ClientPlan, ClientPlans
 from headwater.simulation.vectorised.round_columns import Floats, Ints, RoundColumns
 
 if TYPE_CHECKING:
@@ -95,19 +95,19 @@ class CohortReports(ReportBatch):
     def columns(self) -> ReportColumns:
         """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         planned, ratio = self.planned, 1.0 if self.ratio is None else self.ratio
-        summed = self.weight.astype(np.int64).tolist()
+        summed = self.weight.astype(np.int64)
         is_scaled = self.ratio is not None
         return ReportColumns(
             round=planned.clients[0].plan.round,
-            names=[client.name for client in planned.clients],
-            num_examples=planned.num_examples.tolist(),
+            names=planned.clients.names,
+            num_examples=planned.num_examples,
             num_refused=[0] * len(planned.clients),  # devices with bad examples are computed alone
-            num_steps=planned.num_steps.tolist(),
-            sent_weight=planned.weigh_as.tolist() if is_scaled else summed,
+            num_steps=planned.num_steps,
+            sent_weight=planned.weigh_as if is_scaled else summed,
             summed_weight=summed,
-            loss_sum=(self.sums.loss * ratio).tolist(),
-            metric_sums={name: (sums * ratio).tolist() for name, sums in self.sums.metrics.items()},
-            seconds=planned.seconds.tolist(),
+            loss_sum=self.sums.loss * ratio,
+            metric_sums={name: sums * ratio for name, sums in self.sums.metrics.items()},
+            seconds=planned.seconds,
             vitals=planned.vitals,
         )
 
@@ -122,15 +122,16 @@ class CohortReports(ReportBatch):
     def figures(self) -> dict[str, Sequence[Any]]:
         """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         columns, none = self.columns, [0] * len(self)
+        weights = columns.sent_weight.tolist()
         return {
             "name": columns.names,
-            "accumulation_steps": columns.num_steps,
+            "accumulation_steps": columns.num_steps.tolist(),
             "micro_batch_size": self.planned.micro_batch_size.tolist(),
-            "num_examples": columns.num_examples,
+            "num_examples": columns.num_examples.tolist(),
             "num_refused": columns.num_refused,
-            "weight": columns.sent_weight,
-            "seconds": columns.seconds,
-            "loss": list(map(mean_loss, columns.loss_sum, columns.sent_weight)),
+            "weight": weights,
+            "seconds": columns.seconds.tolist(),
+            "loss": list(map(mean_loss, columns.loss_sum.tolist(), weights)),
             "peak_bytes": self.peak_bytes,
             "reason": self.planned.reasons,
             "num_joined": none,
@@ -141,7 +142,7 @@ class CohortReports(ReportBatch):
         """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         columns, planned, norms = self.columns, self.planned, self.norms
         if norms is None or self.update_norms is not None:  # local steps move the model
-            return [NoiseSums(weight=float(sum(columns.sent_weight)))]
+            return [NoiseSums(weight=float(columns.sent_weight.sum()))]
         last = np.cumsum(planned.num_steps) - 1
         first = last - planned.num_steps + 1
         weights, _ = self.sums.of_steps
@@ -152,7 +153,7 @@ class CohortReports(ReportBatch):
             each = [noise_sums(report, num_owned=owned[report.name]) for report in self]
             return [total(each)] if self.are_summed else each
         # The same formulas as ``common.stats.gradient_noise.noise_sums``, for all devices at once.
-        sent = np.array(columns.sent_weight, dtype=np.float64)
+        sent = columns.sent_weight.astype(np.float64)
         share = planned.num_examples / num_owned
         variance, squared = solve_noise(small, norms[first], large, norms[last])
         squared += variance * share / large
@@ -240,11 +241,11 @@ class CohortReports(ReportBatch):
 
     def without_clients(self) -> CohortReports:
         """Return the reports without their devices, to be sent to another process."""
-        return replace(self, planned=replace(self.planned, clients=()))
+        return replace(self, planned=replace(self.planned, clients=ClientPlans.of([])))
 
     def of_clients(self, clients: Sequence[ClientPlan]) -> CohortReports:
         """Return the reports with their devices again."""
-        return replace(self, planned=replace(self.planned, clients=clients))
+        return replace(self, planned=replace(self.planned, clients=ClientPlans.of(clients)))
 
     @staticmethod
     def joined(parts: Sequence[CohortReports]) -> CohortReports:
@@ -277,12 +278,12 @@ class CohortReports(ReportBatch):
         return UpdateReport.model_construct(
             name=columns.names[at],
             round=columns.round,
-            num_examples=columns.num_examples[at],
-            weight=columns.sent_weight[at],
-            loss_sum=columns.loss_sum[at],
-            metric_sums={name: sums[at] for name, sums in columns.metric_sums.items()},
+            num_examples=int(columns.num_examples[at]),
+            weight=int(columns.sent_weight[at]),
+            loss_sum=float(columns.loss_sum[at]),
+            metric_sums={name: float(sums[at]) for name, sums in columns.metric_sums.items()},
             micro_batch_size=int(planned.micro_batch_size[at]),
-            seconds=columns.seconds[at],
+            seconds=float(columns.seconds[at]),
             steps=self.steps(at),
             reason=planned.reasons[at],
             local_steps=int(planned.num_local_steps[at]),

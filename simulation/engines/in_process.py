@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
@@ -28,7 +30,7 @@ from headwater.simulation.fleet.devices import (
     FIRST_NODE_ID,
     FLEET_STATE,
     MAX_LOOKS,
-    ClientPlan,
+    ClientPlans,
     Compute,
     Devices,
 )
@@ -163,18 +165,18 @@ class LocalFleet:
         if called:
             self._begin(called[0].plan.round)
         if may_vanish(self._devices.fleet):
-            vanished = [self._has_vanished(one.part) for one in called]
-            for one in compress(called, vanished):
+            vanished = np.array([self._has_vanished(one.part) for one in called], dtype=np.bool_)
+            for one in compress(called, vanished.tolist()):
                 yield Dropout(
                     name=one.name, error=ConnectionLost(f"device {one.name} has vanished")
                 )
-            called = [one for one, is_gone in zip(called, vanished, strict=True) if not is_gone]
+            called = called.some(np.flatnonzero(~vanished))
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
         if self._has_tensors:
             self._bytes_down += sum(plan.tensor_bytes for plan in plans.values())
-        self._note((one.name for one in called), "computing")
+        self._note(called.names, "computing")
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
         ):
@@ -249,17 +251,17 @@ class LocalFleet:
             self._last_round = round_number
             self._attempts.clear()
 
-    def _called(self, plans: Mapping[str, Plan]) -> list[ClientPlan]:
+    def _called(self, plans: Mapping[str, Plan]) -> ClientPlans:
         devices, precision = self._devices, self._devices.trainer.precision
-        parts = list(devices.identities.parts(plans))
-        called = list(map(ClientPlan, plans, parts, repeat(plans)))
+        parts = np.fromiter(devices.identities.parts(plans), np.int64, len(plans))
+        called = ClientPlans([*plans], parts, plans)
         if not called or called[0].plan.precision != "auto":  # the same in all plans of a round
             return called
         # All devices compute in this process, or its workers.
         resolved = {
             one.name: precision.resolved(one.plan, devices.identity(one.part)) for one in called
         }
-        return list(map(ClientPlan, plans, parts, repeat(resolved)))
+        return ClientPlans(called.names, parts, resolved)
 
     def _has_vanished(self, part: int) -> bool:
         """Whether a device that is sent a plan vanishes before it answers; counts the attempt."""

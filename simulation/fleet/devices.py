@@ -6,10 +6,11 @@ import functools
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -81,13 +82,50 @@ def _client_plan(name: str, part: int, plan: Plan) -> ClientPlan:
     return ClientPlan(name, part, {name: plan})
 
 
-def plans_of(clients: Sequence[ClientPlan]) -> PlanTable:
-    """Return the devices' plans in columns."""
-    names, _, tables = zip(*clients, strict=True) if clients else ((), (), ())
-    first = tables[0] if tables else {}
-    if all(map(operator.is_, tables, repeat(first))):
-        return PlanTable.of(first).some(names)
-    return PlanTable.of({one.name: one.plan for one in clients})
+@dataclass(frozen=True, slots=True, eq=False)
+class ClientPlans(Sequence[ClientPlan]):
+    """D devices with their plans for a round, as columns: one of them is made when it is read."""
+
+    names: Sequence[str]
+    parts: Ints
+    plans: Mapping[str, Plan]
+
+    @staticmethod
+    def of(clients: Sequence[ClientPlan]) -> ClientPlans:
+        """Return devices with their plans as columns."""
+        if isinstance(clients, ClientPlans):
+            return clients
+        names, parts, tables = zip(*clients, strict=True) if clients else ((), (), ())
+        plans = tables[0] if tables else {}
+        if not all(map(operator.is_, tables, repeat(plans))):
+            plans = {one.name: one.plan for one in clients}
+        return ClientPlans(names, np.array(parts, dtype=np.int64), plans)
+
+    @property
+    def table(self) -> PlanTable:
+        """The plans in columns."""
+        return PlanTable.of(self.plans).some(self.names)
+
+    def some(self, at: Ints) -> ClientPlans:
+        """Return these devices."""
+        names = self.names
+        return ClientPlans([names[row] for row in at.tolist()], self.parts[at], self.plans)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[ClientPlan]:
+        return map(ClientPlan, self.names, self.parts.tolist(), repeat(self.plans))
+
+    @overload
+    def __getitem__(self, at: int) -> ClientPlan: ...
+    @overload
+    def __getitem__(self, at: slice) -> ClientPlans: ...
+    def __getitem__(self, at: int | slice) -> ClientPlan | ClientPlans:
+        """Return a device, or those of a part of the columns."""
+        if isinstance(at, slice):
+            return ClientPlans(self.names[at], self.parts[at], self.plans)
+        return ClientPlan(self.names[at], int(self.parts[at]), self.plans)
 
 
 class Compute(Protocol):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwater.common.messages import StopReason
 from headwater.server.planning.vitals_columns import VitalsColumns
-from headwater.simulation.fleet.devices import ClientPlan
+from headwater.simulation.fleet.devices import ClientPlans
 from headwater.simulation.fleet.position_columns import PlaceColumns, ranges
 from headwater.simulation.fleet.window_columns import (
     Samplers,
@@ -29,12 +29,6 @@ NO_INTS: Ints = np.zeros(0, dtype=np.int64)
 MIN_SHARE_OF_LONGEST = 0.75
 
 
-def samplers_of(clients: Sequence[ClientPlan], num_owned: Ints) -> Samplers:
-    """Return the samplers of devices that train on so many examples each."""
-    seed = clients[0].plan.run_seed
-    return Samplers(names=[one.name for one in clients], run_seed=seed, num_owned=num_owned)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RoundColumns:
     """The devices of a round: the examples that each uses, in which steps, and their times.
@@ -46,7 +40,7 @@ class RoundColumns:
     device sums exactly. ``weigh_as`` [D] are the weights that the plans set, or 0.
     """
 
-    clients: Sequence[ClientPlan]
+    clients: ClientPlans
     parts: Ints
     num_examples: Ints
     num_owned: Ints
@@ -83,7 +77,11 @@ class RoundColumns:
 
     @property
     def _samplers(self) -> Samplers:
-        return samplers_of(self.clients, self.num_owned)
+        return Samplers(
+            names=self.clients.names,
+            run_seed=self.clients[0].plan.run_seed,
+            num_owned=self.num_owned,
+        )
 
     @property
     def num_local_steps(self) -> Ints:
@@ -123,8 +121,7 @@ class RoundColumns:
         steps = self.rows_of_steps(at)
         columns: dict[str, Any] = {name: getattr(self, name)[at] for name in _OF_DEVICES}
         columns |= {name: getattr(self, name)[steps] for name in _OF_STEPS}
-        rows = at.tolist()
-        columns |= {name: [getattr(self, name)[row] for row in rows] for name in _LISTS}
+        columns["reasons"] = [self.reasons[row] for row in at.tolist()]
         tables = {name: getattr(self, name).some(at) for name in _TABLES}
         return RoundColumns(**columns, **tables)
 
@@ -136,27 +133,27 @@ class RoundColumns:
         if not parts:
             columns: dict[str, Any] = dict.fromkeys((*_OF_DEVICES, *_OF_STEPS), NO_INTS)
             places, vitals = PlaceColumns.of([]), VitalsColumns.of([])
-            return RoundColumns(**columns, places=places, vitals=vitals, clients=[], reasons=[])
+            nobody = ClientPlans.of([])
+            return RoundColumns(**columns, places=places, vitals=vitals, clients=nobody, reasons=[])
         columns = {
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in (*_OF_DEVICES, *_OF_STEPS)
         }
-        columns |= {
-            name: list(chain.from_iterable(getattr(part, name) for part in parts))
-            for name in _LISTS
-        }
+        columns["reasons"] = list(chain.from_iterable(part.reasons for part in parts))
+        columns["clients"] = ClientPlans.of(
+            list(chain.from_iterable(part.clients for part in parts))
+        )
         places = PlaceColumns.joined([part.places for part in parts])
         vitals = VitalsColumns.joined([part.vitals for part in parts])
         return RoundColumns(**columns, places=places, vitals=vitals)
 
 
-_LISTS = ("clients", "reasons")
-_TABLES = ("places", "vitals")
+_TABLES = ("clients", "places", "vitals")
 _OF_STEPS = ("sizes", "step_seconds", "peak_bytes", "local_step")
 _OF_DEVICES = tuple(
     one.name
     for one in fields(RoundColumns)
-    if one.init and one.name not in (*_LISTS, *_TABLES, *_OF_STEPS)
+    if one.init and one.name not in ("reasons", *_TABLES, *_OF_STEPS)
 )
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,14 +68,14 @@ def columns(loss: list[float], **metrics: list[float]) -> ReportColumns:
     return ReportColumns(
         round=1,
         names=[str(at) for at in range(number)],
-        num_examples=[10] * number,
+        num_examples=np.full(number, 10),
         num_refused=[0] * number,
-        num_steps=[1] * number,
-        sent_weight=[10] * number,
-        summed_weight=[10] * number,
-        loss_sum=[10 * one for one in loss],
-        metric_sums={name: [10 * one for one in values] for name, values in metrics.items()},
-        seconds=[1.0] * number,
+        num_steps=np.ones(number, dtype=np.int64),
+        sent_weight=np.full(number, 10),
+        summed_weight=np.full(number, 10),
+        loss_sum=10 * np.array(loss),
+        metric_sums={name: 10 * np.array(values) for name, values in metrics.items()},
+        seconds=np.ones(number),
         vitals=VitalsColumns.of([]),
     )
 
