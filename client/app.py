@@ -18,7 +18,13 @@ from flwr.clientapp import ClientApp
 
 from headwater.client.device.bandwidth import read_bandwidth
 from headwater.client.device.hardware import this_machine
-from headwater.client.features import algorithm_for, check_algorithm, check_test, own_rounds
+from headwater.client.features import (
+    algorithm_for,
+    check_algorithm,
+    check_test,
+    own_rounds,
+    takes_model,
+)
 from headwater.client.flower.request import SIMULATED, DeviceRequest, read_request, spool_of
 from headwater.client.flower.state_file import OFFLINE, SAMPLER, SPEED
 from headwater.client.plan_features import (
@@ -178,9 +184,10 @@ def _train(request: DeviceRequest) -> RecordDict:
 
 def _evaluate(request: DeviceRequest) -> RecordDict:
     plan = records.read(request.message.content, Plan)
-    for feature in owner_features(request):
-        feature.check_test(request)
-    check_test(request.settings)
+    if not takes_model(plan):
+        for feature in owner_features(request):
+            feature.check_test(request)
+        check_test(request.settings)
     load_model(request, plan)
     report = request.trainer.evaluate(request.identity, plan, request.local_store)
     return records.content_of(report)

@@ -13,7 +13,7 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work, carry_out
 from headwater.client.training.sampler import Window
 from headwater.client.training.spool import Spool
-from headwater.common.messages import Plan, Update
+from headwater.common.messages import EvaluateReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import part_of
@@ -39,6 +39,8 @@ def features_of(
         found.append(_loaded("statistics.statistics_round:StatisticsRound")())
         if not plan.asks_model:
             return found
+    if "evaluation" in plan.terms:
+        return [*found, _loaded("evaluation.evaluation_round:EvaluationRound")()]
     if algorithm is not None or ("local_training" in plan.terms and plan.moves_model):
         found.append(_loaded("local_training.local_training:LocalTraining")(algorithm))
     if context.image.local_L.numel():
@@ -145,6 +147,17 @@ def check_test(settings: Settings) -> None:
     """
     if settings.feature.name is not None:
         _loaded("own_feature.own_round:check_test")(settings.feature)
+
+
+def takes_model(plan: Plan) -> bool:
+    """Return whether a plan of a test brings a model that is kept, and asks for no figure."""
+    return "evaluation" in plan.terms
+
+
+def take_model(image: ModelImage, plan: Plan, *, name: str) -> EvaluateReport:
+    """Keep the model that came, see ``client.evaluation.other_model``; return an empty report."""
+    report: EvaluateReport = _loaded("evaluation.other_model:take_model")(image, plan, name=name)
+    return report
 
 
 def own_rounds(

@@ -94,6 +94,8 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
         found.append(_loaded("privacy.private_plans:PrivatePlans")())
     if "statistics" in plan.terms:
         found.append(_loaded("statistics.statistics_plans:StatisticsPlans")())
+    if "evaluation" in plan.terms:
+        found.append(_loaded("evaluation.evaluation_plans:EvaluationPlans")())
     if "compression" in plan.terms:
         found.append(_loaded("compression.compressed_plans:CompressedPlans")())
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
@@ -203,6 +204,10 @@ class Plan(WireMessage):
         """
         subjects = () if self.asks_model else (one.subject for one in self.terms.values())
         return next((one for one in subjects if one is not None), model_digest)
+
+    @property
+    def other_subjects(self) -> tuple[bytes, ...]:
+        return tuple(chain.from_iterable(one.other_subjects for one in self.terms.values()))
 
     @property
     def vector_bound(self) -> float | None:

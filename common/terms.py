@@ -71,6 +71,11 @@ class Terms(BaseModel):
         return None
 
     @property
+    def other_subjects(self) -> Sequence[bytes]:
+        """The digests of what else such a round's sums are of: a device gives no example twice."""
+        return ()
+
+    @property
     def repeats_examples(self) -> bool:
         """Whether a quota beyond the device's examples passes over them again."""
         return False
@@ -165,6 +170,7 @@ TermsT = TypeVar("TermsT", bound=Terms)
 
 KINDS: dict[str, str] = {
     "compression": "headwater.common.compression.terms:CompressionTerms",
+    "evaluation": "headwater.common.evaluation.terms:EvaluationTerms",
     "local_training": "headwater.common.local_training.terms:LocalPlan",
     "offline": "headwater.common.offline.terms:OfflineTerms",
     "own_parameters": "headwater.common.own_parameters.terms:OwnStepTerms",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headwater.client.flower.model_difference import ModelDifference
     from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
     from headwater.common.errors import HeadwaterError
+    from headwater.common.evaluation.kinds import Calibration, ConfusionMatrix, RocHistogram
     from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
     from headwater.common.model.trained_model import load_model
     from headwater.common.statistics.columns import Statistics
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Calibration",
     "Compared",
+    "ConfusionMatrix",
     "Counts",
     "DeviceFeature",
     "DeviceWork",
@@ -51,6 +54,7 @@ __all__ = [
     "Histogram",
     "ModelDifference",
     "Moments",
+    "RocHistogram",
     "RoundRecords",
     "Run",
     "ServerFeature",
@@ -72,7 +76,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Calibration": "headwater.common.evaluation.kinds",
     "Compared": "headwater.simulation.compare.api",
+    "ConfusionMatrix": "headwater.common.evaluation.kinds",
     "Counts": "headwater.common.statistics.kinds",
     "DeviceFeature": "headwater.client.own_feature.device_feature",
     "DeviceWork": "headwater.client.own_feature.device_feature",
@@ -82,6 +88,7 @@ _MODULES = {
     "Histogram": "headwater.common.statistics.kinds",
     "ModelDifference": "headwater.client.flower.model_difference",
     "Moments": "headwater.common.statistics.kinds",
+    "RocHistogram": "headwater.common.evaluation.kinds",
     "RoundRecords": "headwater.server.round_records",
     "Run": "headwater.server.run_result",
     "ServerFeature": "headwater.server.own_feature.server_feature",

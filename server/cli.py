@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import click
 import typer
+from typer.core import TyperOption
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import SERVER
-from headwater.common.settings.flags import PlainCommand, SettingsCommand
+from headwater.common.settings.flags import OWN_PANEL, PlainCommand, SettingsCommand, overrides
 from headwater.common.system.command_line import (
     Config,
     LogFormat,
@@ -250,9 +252,51 @@ def status(
     raise typer.Exit(status_table.exit_status(state))
 
 
-@app.command(cls=PlainCommand)
+class EvaluateCommand(SettingsCommand):
+    """A command with the flags of ``headwater-server`` that a test on the devices may need."""
+
+    flags_of = "server"
+
+    def settings_options(self, ctx: click.Context) -> dict[str, TyperOption]:
+        """Return the flags of the server, its protection and the test; none of a training's."""
+        found = {k: one for k, one in super().settings_options(ctx).items() if is_of_test(k)}
+        for key in ("device_test.fraction", "device_test.compare_with"):
+            found[key].rich_help_panel = OWN_PANEL
+        return found
+
+
+def is_of_test(key: str) -> bool:
+    """Whether a setting by its dotted key is one of a test on the devices."""
+    branch, _, leaf = key.rpartition(".")
+    if branch == "device_test":
+        return leaf != "model"
+    if branch in ("server", "tls", "secure", "cohort"):
+        return leaf not in ("upstream", "upstream_config", "size", "weighting", "answer_factor")
+    is_of_pass = key in ("plan.precision", "plan.micro_batch_size")
+    return is_of_pass or key in ("set", "threads", "plain_text", "public_metrics", "seed")
+
+
+@app.command(cls=EvaluateCommand)
 def evaluate(
+    context: typer.Context,
     out: RunFolder,
+    on_devices: Annotated[
+        bool,
+        typer.Option(
+            "--on-devices",
+            help="Test on the devices' own held-out examples: serve one round that trains nothing. "
+            "The run's own address, certificates and masks, or flags as of the server itself.",
+        ),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="With --on-devices: another model than the run's own: a run's folder, a "
+            "checkpoint, or a file of weights.",
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -280,14 +324,40 @@ def evaluate(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Config = None,
+    log_format: LogFormat = None,
+    verbose: Verbose = False,
 ) -> None:
-    r"""Test a run's model on examples of this machine: loss and metrics.
+    r"""Test a run's model on examples of this machine, or with --on-devices on those of devices.
+
+    On the devices nothing is trained and no model changes: they send sums, and with
+    --secure-aggregation the server sees the sums over all devices alone. The result is in
+    evaluation.json of --out. Devices that were started with --once end after it.
 
     Try it: headwater-server evaluate --out runs/DIR --data rows.csv
     """
-    from headwater.common.system.console import print_table
+    from headwater.common.system.console import print_table, start_log
     from headwater.server import evaluate_model
 
+    given = overrides(context)
+    if on_devices:
+        if data or local is not None:
+            raise SettingsError(
+                "--data and --local are examples and parameters of this machine, and --on-devices "
+                "tests on the devices",
+                remedy="leave out --data and --local, or --on-devices",
+            )
+        from headwater.server.evaluation.command import TestOrder, test_on_devices
+
+        start_log(verbose=verbose, log_format=log_format)
+        order = TestOrder(out=out, model=model, task=task, is_best=is_best, as_json=as_json)
+        test_on_devices(order, config, given, _credentials)
+        return
+    if given or config is not None or model is not None:
+        raise SettingsError(
+            "flags of the server, --config and --model are for a test on the devices",
+            remedy="add --on-devices, or leave them out",
+        )
     tested = evaluate_model.evaluate(out, data=data or [], task=task, is_best=is_best, local=local)
     if as_json:
         typer.echo(evaluate_model.as_json(tested))

@@ -24,7 +24,11 @@ QUEUE, POINTER = "queue", "successor.json"
 # Modules with ``status_fields`` and ``status_lines``, in the order in which the status has them.
 STATUS = ("headwater.server.privacy.spent_budget", "headwater.server.succession.queue_status")
 
-RESULT_FILES = (("adapter", "adapter.safetensors"), ("statistics", "statistics.json"))
+RESULT_FILES = (
+    ("adapter", "adapter.safetensors"),
+    ("statistics", "statistics.json"),
+    ("test", "evaluation.json"),
+)
 """The files of a run's result, with their titles, as ``common.model.trained_model`` names them."""
 
 
@@ -68,6 +72,8 @@ def versions_every(settings: Settings) -> Every:
 def work_text(settings: Settings) -> tuple[str | None, list[str]]:
     """Return a device's work in words, where it is no plain sum of gradients, and notes on it."""
     own, mode = None, settings.secure.aggregation
+    if settings.device_test.model is not None:
+        own = f"a test of {settings.device_test.model} on the devices, which trains nothing"
     if settings.local.is_on:
         local_round = import_module("headwater.server.local_training.local_round")
         own = local_round.described_local(settings)
@@ -89,6 +95,16 @@ def status_fields(folder: Path) -> dict[str, Any]:
 def status_lines(status: dict[str, Any]) -> list[str]:
     """Return these fields as lines for people, with rich's markup."""
     return [line for name in STATUS for line in import_module(name).status_lines(status)]
+
+
+def report_lines(folder: Path) -> list[str]:
+    """Return what a run's report says beside its figures: of its last test on the devices."""
+    if not (folder / "evaluation.json").exists():
+        return []
+    found: list[str] = import_module("headwater.server.evaluation.result_table").report_lines(
+        folder
+    )
+    return found
 
 
 def run_queue(folder: Path) -> Any:

@@ -192,15 +192,18 @@ def _unmasked_window(
     """
     sampler, trainer = sampler.settle(plan.counted_round), request.trainer
     history, identity = history_of(request), request.identity
-    history.check_data(trainer.examples(identity), model)
+    subjects = (model, *plan.other_subjects)
+    for subject in subjects:
+        history.check_data(trainer.examples(identity), subject)
+        check_repeats(
+            plan,
+            name=identity.name,
+            num_planned_before=history.num_planned_at(subject),
+            most=most_planned(request.settings.secure, len(trainer.examples(identity))),
+        )
     numbers = trainer.numbers(identity, plan, sampler, order_seed)
-    masked, wider, num_wanted = history.masked_at(model), plan, len(numbers)
-    check_repeats(
-        plan,
-        name=identity.name,
-        num_planned_before=history.num_planned_at(model),
-        most=most_planned(request.settings.secure, len(trainer.examples(identity))),
-    )
+    masked = frozenset().union(*map(history.masked_at, subjects))
+    wider, num_wanted = plan, len(numbers)
     left_out = _places_in(masked, numbers)
     is_filled = request.settings.secure.aggregation == "active" and not plan.is_private
     while is_filled and len(numbers) - len(left_out) < num_wanted:

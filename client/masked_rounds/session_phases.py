@@ -41,9 +41,10 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
             records.save_state(context, SAMPLER, request.sampler.passed())
             if session.record.masked != record.masked:
                 device = session.device
-                history_of(request).add(
-                    device.model_digest, device.examples, num_planned=device.num_planned
-                )
+                for subject in (device.model_digest, *device.other_subjects):
+                    history_of(request).add(
+                        subject, device.examples, num_planned=device.num_planned
+                    )
         if is_suspended:
             suspended.write_state_file()
 

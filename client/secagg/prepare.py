@@ -158,6 +158,7 @@ def participant_of(
         run=run_id,
         round=plan.round,
         model_digest=model_digest,
+        other_subjects=plan.other_subjects,
         plan_digest=plan_digest(plan, trainer.task_code),
         num_values=plan.num_sent(trainer.image.layout.num_parameters),
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,

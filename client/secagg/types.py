@@ -51,6 +51,7 @@ class Participant:
     ``update_id`` names the model and the examples that were summed: the same sum has the same id,
     also after a restart. ``examples`` are the numbers of those examples in the client's data.
     ``num_planned`` are the examples that the plan asked for, whatever became of them.
+    ``other_subjects`` are the digests of what else the sums are of (``Terms.other_subjects``).
     ``planned_weight`` is the largest weight that the client's plan allows, ``carried_weight`` that
     of earlier updates, of which the vector has a part (``client.compression.error_feedback``).
     ``sums`` are those that the plan asks for beside the model's.
@@ -60,6 +61,7 @@ class Participant:
     run: int
     round: int
     model_digest: bytes
+    other_subjects: tuple[bytes, ...] = ()
     plan_digest: bytes
     num_values: int
     planned_weight: int

@@ -31,6 +31,25 @@ CheckOpened = Callable[[Examples, str], None]
 """Checks the examples that were opened for a client of this name; it raises what it finds."""
 
 
+def held_out_of(task: Task, examples: Examples, terms: HoldOut, *, name: str) -> tuple[int, ...]:
+    """Return the positions of the examples that the device ``name`` holds out.
+
+    Raises:
+        MissingColumn: whole groups are held out, and the examples have no such column.
+    """
+    groups_E = None
+    if terms.held_out.startswith(GROUP):
+        groups_E = column_of(task, examples, terms.held_out.removeprefix(GROUP)).codes_E
+    return held_out_positions(
+        len(examples),
+        fraction=terms.held_out_fraction,
+        run_seed=terms.run_seed,
+        name=name,
+        is_last=terms.held_out == "last",
+        groups_E=groups_E,
+    )
+
+
 class ClientExamples:
     """The examples of all clients of this process; those used last stay open."""
 
@@ -118,18 +137,7 @@ class ClientExamples:
         examples, fraction = self.of(identity), terms.held_out_fraction
         if fraction == 0:
             return examples, Subset(examples, [])  # type: ignore[arg-type]
-        groups_E = None
-        if terms.held_out.startswith(GROUP):
-            name = terms.held_out.removeprefix(GROUP)
-            groups_E = column_of(self._task, examples, name).codes_E
-        held_out = held_out_positions(
-            len(examples),
-            fraction=fraction,
-            run_seed=terms.run_seed,
-            name=identity.name,
-            is_last=terms.held_out == "last",
-            groups_E=groups_E,
-        )
+        held_out = held_out_of(self._task, examples, terms, name=identity.name)
         rest = sorted(set(range(len(examples))) - set(held_out))
         return Subset(examples, rest), Subset(examples, held_out)  # type: ignore[arg-type]
 

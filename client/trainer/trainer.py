@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
-from headwater.client.features import own_parameters, work_of
+from headwater.client.features import own_parameters, take_model, takes_model, work_of
 from headwater.client.memory.in_place_gradients import add_in_place
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.model_room import built_within
@@ -405,6 +405,8 @@ class Trainer:
             NonFiniteUpdate: one of the sums is not finite, though each example's loss is.
             TaskFailed: every example raised an exception.
         """
+        if takes_model(plan):
+            return take_model(self.image, plan, name=identity.name)
         _, held_out = self.split(identity, plan)
         local = self.load_local(identity, plan, store)
         if store is not None and local.round is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from headwater.common.settings.fields import (
     ALL,
@@ -20,6 +20,7 @@ from headwater.common.settings.fields import (
     Probability,
     Rate,
     Seconds,
+    Unit,
     setting,
 )
 
@@ -78,6 +79,43 @@ class StatisticsSettings(Branch):
         "examples that are measured of a device that masks, and so does not tell how many it has",
         on="",
         le=2**24,
+    )
+
+
+class DeviceTestSettings(Branch):
+    """A run of one round that tests a model on the devices' examples (docs/task.md)."""
+
+    model: File | None = setting(
+        None,
+        "the run trains nothing: its only round tests this model on the devices' own examples (a "
+        "run's folder, its checkpoint, or a file of weights)",
+        "--test-model",
+    )
+    compare_with: File | None = setting(
+        None, "test another model on the same examples, and show both", "--compare-with"
+    )
+    fraction: float = setting(
+        0.1,
+        "share of a device's examples that is tested, the same as are held out by a run of this "
+        "share; 1: all, for a model that was trained on none of them",
+        "--test-fraction",
+        gt=0,
+        le=1,
+    )
+    held_out: Annotated[
+        str,
+        Field(pattern=r"^(random|last|group:[^\x00-\x1f\x7f]{1,64})$"),
+        Unit("random|last|group:COL"),
+    ] = setting("random", "which: as --held-out of the run that held them out", on="")
+    max_examples: Count = setting(
+        65_536,
+        "examples of which a device that masks tests its share, as it does not tell how many it "
+        "has",
+        on="",
+        le=2**24,
+    )
+    spread_devices: int = setting(
+        20, "fewest devices of which the spread over devices is shown", on="", ge=10
     )
 
 

@@ -53,6 +53,7 @@ from headwater.common.settings.rounds import (
     AsynchronousSettings,
     CohortSettings,
     CompressionSettings,
+    DeviceTestSettings,
     PrivacySettings,
     SecureSettings,
     StatisticsSettings,
@@ -177,6 +178,7 @@ class Settings(Branch):
     feature: FeatureSettings = branch(FeatureSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
     statistics: StatisticsSettings = branch(StatisticsSettings, RUN, on=RUNS)
+    device_test: DeviceTestSettings = branch(DeviceTestSettings, RUN, on=RUNS)
     aggregation: AggregationSettings = branch(AggregationSettings, RUN, on=RUNS)
     compression: CompressionSettings = branch(CompressionSettings, RUN, on=RUNS)
     asynchronous: AsynchronousSettings = branch(AsynchronousSettings, RUN, on=RUNS)

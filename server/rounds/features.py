@@ -221,6 +221,10 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: settings.statistics.is_on,
         "headwater.server.statistics.statistics_rounds:StatisticsRounds",
     ),
+    "evaluation": (
+        lambda settings: settings.device_test.model is not None,
+        "headwater.server.evaluation.evaluation_rounds:EvaluationRounds",
+    ),
     "secagg": (
         lambda settings: settings.secure.aggregation != "off",
         "headwater.server.secagg.masked_rounds:MaskedRounds",
@@ -251,6 +255,8 @@ def run_features(run: RunState) -> dict[str, RunFeature]:
 
 def round_runner(settings: Settings, fleet: object) -> Any:
     """Return what runs a round in the place of a synchronous one; None if nothing does."""
+    if settings.device_test.compare_with is not None:
+        return part_of("headwater.server.evaluation.comparing_fleet").run_round
     if not settings.asynchronous.is_on:
         return None
     module = part_of("headwater.server.asynchronous.buffered_rounds")

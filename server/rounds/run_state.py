@@ -222,7 +222,9 @@ class Training:
 
     def _asks_model(self, plans: Mapping[str, Plan]) -> bool:
         """Whether the round's updates have the model's sum: all of them, or none."""
-        may_ask_nothing = self._has_own or "statistics" in self.features
+        may_ask_nothing = self._has_own or not {"statistics", "evaluation"}.isdisjoint(
+            self.features
+        )
         found = {plan.asks_model for plan in plans.values()} if may_ask_nothing else {True}
         if len(found) > 1:
             raise SettingsError(

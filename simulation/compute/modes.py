@@ -81,6 +81,8 @@ def compute_of(
             raise UnsupportedBatch(f"the feature {settings.feature.name} acts on each device")
         if settings.statistics.is_on:
             raise UnsupportedBatch("each device measures its examples by itself (--statistics)")
+        if settings.device_test.model is not None:
+            raise UnsupportedBatch("each device tests the model by itself (--test-model)")
         if settings.compression.up != "off":
             raise UnsupportedBatch(
                 f"with --compress {settings.compression.up} each device encodes its own vector"

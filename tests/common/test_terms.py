@@ -32,6 +32,16 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "side": ("left", "right"),
         "basis": ("AACAPwAAAAA=", "AAAAAAAAgD8="),
     },
+    "evaluation": {
+        "model": ("ab" * 32, "cd" * 32),
+        "other": ("ef" * 32, None),
+        "model_round": (3, 4),
+        "measures": ("ab" * 32, "cd" * 32),
+        "num_counts": (2, 3),
+        "num_reals": (1, 2),
+        "fraction": (0.1, 0.2),
+        "held_out": ("last", "random"),
+    },
     "local_training": {
         "steps": (2, 3),
         "learning_rate": (0.1, 1e-30),

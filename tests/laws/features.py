@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "enrolment": ("client/enrolment/", "server/enrolment/"),
     "energy": ("client/energy/",),
     "own_feature": ("common/own_feature/", "client/own_feature/", "server/own_feature/"),
+    "evaluation": ("common/evaluation/", "client/evaluation/", "server/evaluation/"),
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }
 

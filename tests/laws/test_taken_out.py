@@ -44,6 +44,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
     "statistics": ("--statistics",),
+    "evaluation": ("--test-model", "out"),
 }
 
 
