@@ -183,6 +183,7 @@ class SuspendedSession(SecureMessage):
     run: RunId
     round: Natural
     model_digest: Digest
+    other_subjects: tuple[Digest, ...] = ()
     plan_digest: Digest
     num_values: Natural
     planned_weight: Weight
