@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -117,6 +118,13 @@ class DeviceTestSettings(Branch):
     spread_devices: int = setting(
         20, "fewest devices of which the spread over devices is shown", on="", ge=10
     )
+
+    @field_validator("compare_with")
+    @classmethod
+    def _check_compare_with(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and info.data.get("model") is None:
+            raise ValueError("--compare-with is for --test-model, which names the other model")
+        return path
 
 
 class AggregationSettings(Branch):

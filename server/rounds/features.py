@@ -217,13 +217,13 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: settings.privacy.is_on,
         "headwater.server.privacy.private_rounds:PrivateRounds",
     ),
-    "statistics": (
-        lambda settings: settings.statistics.is_on,
-        "headwater.server.statistics.statistics_rounds:StatisticsRounds",
-    ),
     "evaluation": (
         lambda settings: settings.device_test.model is not None,
         "headwater.server.evaluation.evaluation_rounds:EvaluationRounds",
+    ),
+    "statistics": (
+        lambda settings: settings.statistics.is_on,
+        "headwater.server.statistics.statistics_rounds:StatisticsRounds",
     ),
     "secagg": (
         lambda settings: settings.secure.aggregation != "off",
