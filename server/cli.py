@@ -349,7 +349,8 @@ def evaluate(
             )
         from headwater.server.evaluation.command import TestOrder, test_on_devices
 
-        start_log(verbose=verbose, log_format=log_format)
+        # With --json the result is alone on the standard output.
+        start_log(verbose=verbose, log_format="json" if as_json else log_format)
         order = TestOrder(out=out, model=model, task=task, is_best=is_best, as_json=as_json)
         test_on_devices(order, config, given, _credentials)
         return

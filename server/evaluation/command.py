@@ -22,7 +22,7 @@ from headwater.common.settings.sources import load, load_run, numbered, read_tre
 from headwater.common.system.console import print_table, print_text
 from headwater.common.transport.tls import Credentials
 from headwater.server.evaluation.result_table import FILE, as_table, read_result
-from headwater.server.operations.progress import print_settings, show_progress
+from headwater.server.operations.progress import show_progress
 from headwater.server.report.report import write_report
 from headwater.server.rounds import checkpoint
 from headwater.server.serve import serve_run
@@ -91,7 +91,7 @@ def test_on_devices(
             f"{order.out} is no run's folder, so no task is known",
             remedy="name it with --task FILE.py:Class, or the folder of the run with --out",
         )
-    _serve(settings, credentials_of(settings), is_quiet=order.as_json)
+    _serve(settings, credentials_of(settings))
     found = read_result(folder)
     for copy in (MODEL, checkpoint.FILE, checkpoint.FROZEN):  # the tested model is where it was
         (folder / copy).unlink(missing_ok=True)
@@ -108,12 +108,11 @@ def test_on_devices(
 test_on_devices.__test__ = False  # type: ignore[attr-defined] # pytest, it is no test
 
 
-def _serve(settings: Settings, credentials: Credentials | None, *, is_quiet: bool) -> None:
+def _serve(settings: Settings, credentials: Credentials | None) -> None:
     """Serve the round, and show it."""
-    if is_quiet:
-        serve_run(settings, credentials, on_round=lambda row: None, resume=False)
-        return
-    print_settings(settings, where=settings.server.listen)
+    chosen = settings.device_test
+    both = "" if chosen.compare_with is None else f", beside {chosen.compare_with}"
+    print_text(f"a test of {chosen.model} on the devices{both}: nothing is trained")
     with show_progress(settings) as (on_round, observer):
         serve_run(
             settings,

@@ -78,6 +78,8 @@ class EvaluationRounds(RunFeature):
         self.result: dict[str, Any] | None = None
         """What was found, as it is written."""
         self._is_masked = run.settings.secure.aggregation != "off"
+        # Those of the server are tested by ``headwater-server evaluate`` without the devices.
+        self._test_examples, run.test_examples = run.test_examples, None
 
     def open(self, opening: Opening) -> None:
         """Let the plans ask for a test of all examples, and for nothing else."""
@@ -132,6 +134,7 @@ class EvaluationRounds(RunFeature):
             **tested,
             "fraction": self._chosen.fraction,
             "is_masked": self._is_masked,
+            "far_off": [*opened.outliers],
             **self._of_devices([*opened.accepted.values()], len(done.names)),
             "not_evaluated": {n: f"{e.code}: {e}" for n, e in opened.refused.items()},
         }
@@ -234,8 +237,9 @@ class EvaluationRounds(RunFeature):
         """
         run = self._run
         names = sorted(opened.metrics)
-        if not names and run.test_examples is not None:
-            names = sorted(test_metric_names(run.task, run.image.model, run.test_examples) or ())
+        if not names:
+            examples = self._test_examples
+            names = sorted(test_metric_names(run.task, run.image.model, examples) or ())
         if not names:
             number = 1 if self.other is None else 2
             names = [f"metric_{at + 1}" for at in range(num_metrics(done.sums, number))]

@@ -59,6 +59,9 @@ def summary(found: Mapping[str, Any]) -> list[str]:
         )
     if found["spread"] is None:
         lines.append(f"no spread over the devices: {found['why_no_spread']}")
+    if far_off := found["far_off"]:
+        some = ", ".join(far_off[:MAX_NAMES])
+        lines.append(f"the figures of {some} are far from the others', and in the sums")
     if missing := found["not_evaluated"]:
         some = "; ".join(f"{name}: {why}" for name, why in list(missing.items())[:MAX_NAMES])
         lines.append(f"without {counted(len(missing), 'device')}: {some}")

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headwater
+from headwater.client.evaluation.tested_sums import TestedSums
 from headwater.common.errors import (
     CorruptUpdate,
     EmptyDataset,
@@ -143,6 +144,22 @@ def test_two_models_are_compared_on_the_same_examples(
         "num_worse": CLIENTS - better,
         "num_equal": 0,
     }
+
+
+def test_a_device_whose_figures_are_far_off_is_named(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = TestedSums.row
+
+    def row(self: TestedSums, *, num_left_out: int) -> Any:
+        if self.num_examples == 18:  # of the device with part 5
+            self.total.loss_sum = 1e12
+        return honest(self, num_left_out=num_left_out)
+
+    monkeypatch.setattr(TestedSums, "row", row)
+    found = result_of(tmp_path, runs / "late")
+    assert found["far_off"] == ["5"]
+    assert "the figures of 5 are far from the others'" in "\n".join(summary(found))
 
 
 def test_a_model_equals_itself_on_every_device(tmp_path: Path, runs: Path) -> None:

@@ -66,5 +66,6 @@ def test_a_run_that_held_out_nothing_needs_a_share(tmp_path: Path) -> None:
         test = processes.run("server", "evaluate", "--out", tmp_path, "--on-devices")
         assert test.wait() != 0
         assert "the devices of the run held out no examples" in test.text()
-        test = processes.run("server", "evaluate", "--out", tmp_path, "--min-clients", 2)
+        flags = ("--min-clients", 2)
+        test = processes.run("server", "evaluate", "--out", tmp_path, *flags)
         assert "add --on-devices" in test.text()
