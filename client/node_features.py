@@ -79,6 +79,10 @@ FEATURES: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: "headwater.common.statistics.columns" in sys.modules,
         "headwater.client.statistics.given_statistics:GivenStatistics",
     ),
+    "evaluation": (
+        lambda settings: "headwater.client.evaluation.other_model" in sys.modules,
+        "headwater.client.evaluation.other_model:KeptModel",
+    ),
     "offline": (
         lambda settings: settings.asynchronous.offline_windows > 1,
         "headwater.client.offline.offline_node:OfflineNode",

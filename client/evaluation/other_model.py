@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
+from headwater.client.node_features import NodeFeature
 from headwater.common.errors import CorruptUpdate, FeatureMissing
 from headwater.common.evaluation.terms import EvaluationTerms
 from headwater.common.messages import EvaluateReport, Plan
 from headwater.common.model.parameters import ModelImage
+from headwater.common.model.vectors import CHUNK
 
 
 class OtherModel(NamedTuple):
@@ -65,10 +68,25 @@ def check_kept(image: ModelImage, terms: EvaluationTerms, *, name: str) -> None:
 
 @contextmanager
 def swapped(image: ModelImage) -> Iterator[None]:
-    """Put the kept model in the place of the loaded one, and take it back."""
-    own_P = image.values_P.clone()
-    image.values_P.copy_(_kept[image].values_P)
+    """Exchange the kept model and the loaded one, piece by piece, and then back."""
+    other_P = _kept[image].values_P
+    _exchange(image.values_P, other_P)
     try:
         yield
     finally:
-        image.values_P.copy_(own_P)
+        _exchange(image.values_P, other_P)
+
+
+def _exchange(one_P: Tensor, two_P: Tensor) -> None:
+    for one, two in zip(torch.split(one_P, CHUNK), torch.split(two_P, CHUNK), strict=True):
+        before = one.clone()
+        one.copy_(two)
+        two.copy_(before)
+
+
+class KeptModel(NodeFeature):
+    """Lets go of the model at the end of its run, of which a device that waits has no use."""
+
+    def left(self) -> None:
+        """Forget the model."""
+        _kept.pop(self.node.trainer.image, None)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from headwater.client.evaluation.other_model import check_kept
+from headwater.client.node_features import node_features
 from headwater.common.errors import (
     CorruptUpdate,
     FeatureMissing,
@@ -142,6 +144,19 @@ def test_a_comparison_is_a_test_of_both_models(tmp_path: Path) -> None:
     send_first(devices[0], third, 1.0)
     with pytest.raises(UpdateAlreadyMasked):
         train(devices[0], third, IMAGES[2.0])
+
+
+def test_the_other_model_is_kept_until_the_device_leaves_the_run(tmp_path: Path) -> None:
+    (device, *_) = cohort(tmp_path)
+    both = asking(1, asked(0.0, other=digest(1.0)))
+    send_first(device, both, 1.0)
+    image, terms = trainer(TASK).image, both.of(EvaluationTerms)
+    assert terms is not None
+    check_kept(image, terms, name="d0")
+    for feature in node_features(device.node):
+        feature.left()
+    with pytest.raises(FeatureMissing, match="has not come to this process"):
+        check_kept(image, terms, name="d0")
 
 
 def test_a_test_leaves_all_examples_to_the_training_of_its_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,9 @@ def test_an_example_that_one_model_cannot_be_tested_on_is_left_out_for_both(
     assert_is_central(found, model_in(runs / "late"), (inputs[is_good], labels[is_good]))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.safetensors", "weights.pt", ""])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "checkpoint.safetensors", "weights.pt", "", "still running"]
+)
 def test_a_file_a_checkpoint_and_a_folder_are_the_same_model(
     tmp_path: Path, runs: Path, name: str
 ) -> None:
@@ -189,6 +192,10 @@ def test_a_file_a_checkpoint_and_a_folder_are_the_same_model(
     if name == "weights.pt":
         model = tmp_path / name
         torch.save(model_in(runs / "late").state_dict(), model)
+    if name == "still running":  # a run writes its model at its end
+        model = tmp_path / name
+        model.mkdir()
+        shutil.copy(runs / "late" / "checkpoint.safetensors", model)
     found = result_of(tmp_path / "out", model)
     assert_is_central(found, model_in(runs / "late"), held_out(ALL, fraction=FRACTION))
     assert found["results"][0]["round"] == (None if name == "weights.pt" else 4)
