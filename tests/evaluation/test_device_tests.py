@@ -323,6 +323,13 @@ def test_a_comparison_needs_a_model_to_test(tmp_path: Path, runs: Path) -> None:
         headwater.simulate(THREE, **GIVEN, compare_with=runs / "late", out=tmp_path)
 
 
+def test_models_of_unlike_shapes_are_not_compared(tmp_path: Path, runs: Path) -> None:
+    save_file(Halves().new_model().state_dict(), tmp_path / "halves.safetensors")
+    with pytest.raises(ModelMismatch, match="does not fit the task's model") as caught:
+        result_of(tmp_path / "out", runs / "late", compare_with=tmp_path / "halves.safetensors")
+    assert "name the task" in caught.value.remedy
+
+
 def test_models_with_unlike_frozen_parts_are_not_compared(tmp_path: Path, runs: Path) -> None:
     class Frozen(Three):
         def new_model(self) -> nn.Module:
