@@ -66,7 +66,8 @@ def test_on_devices(
         SettingsError: there is no model, or the run has held out no examples.
         HeadwaterError: see ``serve_run``.
     """
-    run = load_run(None, {"out": order.out}, resume=True) if _is_run(order.out) else None
+    named = {} if order.task is None else {"task": order.task}
+    run = load_run(None, {"out": order.out, **named}, resume=True) if _is_run(order.out) else None
     own = set() if config is None else {key for key, _ in flattened(read_tree(config))}
     kept = {key: value for key, value in _kept(run).items() if key not in own}
     if FRACTION not in {*kept, *own, *given}:
@@ -78,14 +79,8 @@ def test_on_devices(
             "a model that was trained on others); runs with --evaluate-on-devices hold some out",
         )
     folder = next(one for one in numbered(order.out / FOLDER / "test") if not one.exists())
-    fixed: dict[str, Any] = {
-        "out": folder,
-        "rounds": 1,
-        "device_test.model": _model_of(order),
-    }
-    if order.task is not None:
-        fixed["task"] = order.task
-    settings = load(config, kept | dict(given) | fixed)
+    fixed = {"out": folder, "rounds": 1, "device_test.model": _model_of(order)}
+    settings = load(config, kept | dict(given) | fixed | named)
     if settings.task is None:
         raise SettingsError(
             f"{order.out} is no run's folder, so no task is known",

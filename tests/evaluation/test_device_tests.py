@@ -24,6 +24,8 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.evaluation.measures import Measures
+from headwater.server.evaluation import command
+from headwater.server.evaluation.command import TestOrder
 from headwater.server.evaluation.result_table import as_table, read_result, summary
 from tests.evaluation.evaluated import (
     THREE,
@@ -355,3 +357,17 @@ def test_a_device_that_lies_ends_the_test_by_name(
     monkeypatch.setattr(Measures, "add", add)
     with pytest.raises(CorruptUpdate, match="no predictions have such sums"):
         result_of(tmp_path, runs / "late", **masks)
+
+
+@pytest.mark.parametrize(
+    ("task", "found"), [(None, "does not choose the code"), (THREE, "held out no examples")]
+)
+def test_a_run_s_folder_chooses_no_code_from_elsewhere_but_its_user_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str | None, found: str
+) -> None:
+    out = tmp_path / "run"
+    headwater.simulate(THREE, clients=2, rounds=1, accumulation_steps=1, out=out, progress=False)
+    monkeypatch.chdir(tmp_path)
+    order = TestOrder(out=out, model=None, task=task, is_best=False, as_json=False)
+    with pytest.raises(SettingsError, match=found):
+        command.test_on_devices(order, None, {}, lambda _: None)
