@@ -130,8 +130,13 @@ class Terms(BaseModel):
         return False
 
     @property
-    def is_foreseen(self) -> bool:
-        """Whether a simulator may compute the device's round as that of a plan without terms."""
+    def why_alone(self) -> str | None:
+        """Why a simulator computes each device by itself; None: as for a plan without terms."""
+        return f"the feature {self.NAME} acts on each device"
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it can all the same compute many devices in one pass, each by itself."""
         return False
 
     @property

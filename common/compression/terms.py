@@ -86,6 +86,10 @@ class CompressionTerms(Terms):
         return self
 
     @property
+    def why_alone(self) -> str | None:
+        return "each device encodes its own vector (--compress)"
+
+    @property
     def carries_state(self) -> bool:
         return self.feedback
 

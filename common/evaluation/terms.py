@@ -66,6 +66,10 @@ class EvaluationTerms(Terms):
     )
 
     @property
+    def why_alone(self) -> str | None:
+        return "each device tests the model by itself (--test-model)"
+
+    @property
     def asks_model(self) -> bool:
         return False
 

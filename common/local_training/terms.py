@@ -38,8 +38,16 @@ class LocalPlan(Terms):
         return self.takes_steps or self.algorithm is not None
 
     @property
-    def is_foreseen(self) -> bool:
-        return not self.moves_model
+    def why_alone(self) -> str | None:
+        if self.algorithm is not None:
+            return f"the client algorithm {self.algorithm} takes each device by itself"
+        if not self.moves_model:
+            return None
+        return "each device's local steps need a model of its own, as --compute vectorised has it"
+
+    @property
+    def has_columns(self) -> bool:
+        return self.algorithm is None
 
     def unfit_for_masks(self, quota: int) -> str | None:
         if self.steps > quota:  # a step has at least one example

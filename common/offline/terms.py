@@ -21,8 +21,8 @@ class OfflineTerms(Terms):
     )
 
     @property
-    def is_foreseen(self) -> bool:
-        return self.windows == 1
+    def why_alone(self) -> str | None:
+        return None if self.windows == 1 else super().why_alone
 
     @property
     def max_windows(self) -> int:

@@ -21,5 +21,5 @@ class OwnStepTerms(Terms):
         return True
 
     @property
-    def is_foreseen(self) -> bool:
-        return True
+    def why_alone(self) -> str | None:
+        return "each device has parameters of its own (--local-parameters)"

@@ -61,6 +61,10 @@ class PrivacyTerms(Terms):
         return self
 
     @property
+    def why_alone(self) -> str | None:
+        return "with privacy each device's vector is clipped by itself"
+
+    @property
     def unit(self) -> PrivacyUnit:
         """What one unit of the promise is: a device's whole part, or one example."""
         return "device" if self.example_bound is None else "example"

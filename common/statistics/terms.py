@@ -44,6 +44,10 @@ class StatisticsTerms(Terms):
     found: FoundSums | None = None
 
     @property
+    def why_alone(self) -> str | None:
+        return "each device measures its examples by itself (--statistics)"
+
+    @property
     def asks_model(self) -> bool:
         return self.found is not None
 

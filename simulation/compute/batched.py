@@ -12,7 +12,7 @@ in a pass, or meets a loss or a gradient that is not finite: its own code finds 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,11 +25,12 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.common.task import tell_round
+from headwater.common.terms import Terms
 from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.dry_run import predict_round
 from headwater.simulation.compute.one_by_one import OneByOne
 from headwater.simulation.compute.report_columns import BlockSums
-from headwater.simulation.fleet.devices import ClientPlan, Compute, Devices
+from headwater.simulation.fleet.devices import ClientPlan, ClientPlans, Compute, Devices
 from headwater.simulation.fleet.position_columns import ranges
 from headwater.simulation.vectorised.example_rows import ExampleRows, Rows
 from headwater.simulation.vectorised.linear_layers import LinearLayers
@@ -196,8 +197,8 @@ class BatchedCompute:
         timeout_seconds: float | None,
     ) -> Iterator[Update | UpdateBlock | Dropout]:
         """Yield the sums of the devices' updates, then the updates of devices computed alone."""
-        honest, alone = self._split_liars(clients)
-        prediction = predict_round(self._devices, honest)
+        foreseen, alone = self._split(clients)
+        prediction = predict_round(self._devices, foreseen)
         yield from prediction.dropouts
         alone += prediction.alone
         columns = prediction.columns
@@ -249,17 +250,28 @@ class BatchedCompute:
         trainer.loaded_model.load(run_id, plan.model_version, model)
         tell_round(trainer.task, plan.round)
 
-    def _split_liars(
-        self, clients: Sequence[ClientPlan]
-    ) -> tuple[Sequence[ClientPlan], list[ClientPlan]]:
-        """Separate the devices that falsify their updates: each needs a vector of its own."""
-        devices = self._devices
-        if not devices.has_liars:
-            return clients, []
-        split: tuple[list[ClientPlan], list[ClientPlan]] = ([], [])
-        for one in clients:
-            split[bool(devices.falsifications(one.part, round_number=one.plan.round))].append(one)
-        return split
+    def _split(self, clients: Sequence[ClientPlan]) -> tuple[ClientPlans, list[ClientPlan]]:
+        """Separate the devices that need a vector of their own.
+
+        Those that falsify their updates, and those of which their plans' terms ask for more.
+        """
+        devices, called = self._devices, ClientPlans.of(clients)
+        is_alone = np.array(called.table.of_each(self._are_alone), dtype=np.bool_)
+        if devices.has_liars:
+            is_alone |= [
+                bool(devices.falsifications(one.part, round_number=one.plan.round))
+                for one in called
+            ]
+        if not is_alone.any():
+            return called, []
+        return called.some(np.flatnonzero(~is_alone)), [*called.some(np.flatnonzero(is_alone))]
+
+    def _are_alone(self, terms: Mapping[str, Terms]) -> bool:
+        """Whether a plan with these terms is carried out by the device's own code."""
+        return any(
+            one.why_alone is not None and not (one.has_columns and self._steps is not None)
+            for one in terms.values()
+        )
 
     def _blocks(self, columns: RoundColumns) -> Iterator[RoundColumns]:
         """Cut a cohort into blocks whose examples, and vectors if they have any, fit in memory."""

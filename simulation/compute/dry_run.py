@@ -97,7 +97,7 @@ def foreseen_alone(
     often, as from half of the time to its deadline on, is not among them.
     """
     nobody = RoundColumns.joined([])
-    if devices.changes_updates or not clients:
+    if devices.changes_windows or not clients:
         return nobody
     called = ClientPlans.of(clients)
     plans, checkpointed = called.table, devices.trainer.checkpointed
@@ -130,7 +130,7 @@ def foreseen_alone(
 
 def _is_foreseen(terms: Mapping[str, Terms]) -> bool:
     """Whether terms ask for the sum of a window's gradients in float32, and nothing else."""
-    return all(one.is_foreseen for one in terms.values())
+    return all(one.why_alone is None for one in terms.values())
 
 
 def next_window(devices: Devices, client: ClientPlan, num_examples: int) -> Window:

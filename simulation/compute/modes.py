@@ -28,7 +28,7 @@ from headwater.common.system.console import print_text
 from headwater.common.system.portability import num_usable_cores
 from headwater.common.task import weight_unit
 from headwater.simulation.compute.one_by_one import OneByOne
-from headwater.simulation.fleet.devices import Compute, Devices
+from headwater.simulation.fleet.devices import ClientPlans, Compute, Devices
 
 if TYPE_CHECKING:
     from headwater.simulation.compute.worker_pool import WorkerPool
@@ -42,11 +42,16 @@ MAX_ONE_BY_ONE = 32
 
 
 def compute_of(
-    settings: Settings, devices: Devices, *, first: int = 0, start_pool: StartPool | None = None
+    settings: Settings,
+    devices: Devices,
+    called: ClientPlans,
+    *,
+    start_pool: StartPool | None = None,
 ) -> Compute:
     """Return the mode that the settings name, or the fastest that gives what the rounds need.
 
-    It is tried on device number ``first``. ``start_pool`` starts at most so many workers on a
+    ``called`` are the first round's devices, at least one: their plans' terms say what is asked of
+    each, and the first of them is tried. ``start_pool`` starts at most so many workers on a
     cluster; None: they are processes of this machine, if the settings ask for some.
 
     Raises:
@@ -71,34 +76,14 @@ def compute_of(
             raise UnsupportedBatch(f"its weights are counted in units of {weight_unit(task):g}")
         if settings.local.is_on and has_penalty(task):
             raise UnsupportedBatch("each device adds its own penalty to each local step")
-        if settings.privacy.is_on:
-            raise UnsupportedBatch("with privacy each device's vector is clipped by itself")
-        if settings.algorithm.label is not None:
-            raise UnsupportedBatch(
-                f"the client algorithm {settings.algorithm.label} takes each device by itself"
-            )
-        if settings.feature.name is not None:
+        if (why := _why_alone(called, with_norms=with_norms)) is not None:
+            raise UnsupportedBatch(why)
+        if settings.feature.name is not None:  # it may act without terms in the plan
             raise UnsupportedBatch(f"the feature {settings.feature.name} acts on each device")
-        if settings.statistics.is_on:
-            raise UnsupportedBatch("each device measures its examples by itself (--statistics)")
-        if settings.device_test.model is not None:
-            raise UnsupportedBatch("each device tests the model by itself (--test-model)")
-        if settings.compression.up != "off":
-            raise UnsupportedBatch(
-                f"with --compress {settings.compression.up} each device encodes its own vector"
-            )
-        if settings.model.local_parameters is not None:
-            raise UnsupportedBatch(
-                f"each device has parameters of its own ({settings.model.local_parameters})"
-            )
         if hasattr(devices.trainer.task, "lengths") or (
             plan.max_tokens_per_micro_batch is not None and hasattr(devices.trainer.task, "collate")
         ):
             raise UnsupportedBatch("each device cuts its micro-batches by the examples' lengths")
-        if settings.local.is_on and not with_norms:
-            raise UnsupportedBatch(
-                "each device's local steps need a model of its own, as --compute vectorised has it"
-            )
         if plan.follow_noise_scale and not with_norms:
             raise UnsupportedBatch("the noise scale needs each device's own norms")
         if devices.fleet.faults.absence:
@@ -107,7 +92,7 @@ def compute_of(
             raise UnsupportedBatch("in asynchronous rounds each update arrives by itself")
         if settings.aggregation.rule != "sum":
             raise UnsupportedBatch(f"{settings.aggregation.rule} compares each device's own update")
-        batched = BatchedCompute(devices, first=first, with_norms=with_norms)
+        batched = BatchedCompute(devices, first=int(called.parts[0]), with_norms=with_norms)
     except UnsupportedBatch as reason:
         if chosen != "auto" and not isinstance(reason, VectorsTooLarge):
             raise SettingsError(
@@ -126,6 +111,19 @@ def compute_of(
     else:
         _say(f"fused: all in one sum; --compute vectorised measures the noise scale too{where}")
     return batched
+
+
+def _why_alone(called: ClientPlans, *, with_norms: bool) -> str | None:
+    """Return why the plans' terms have each device computed by itself; None: they do not."""
+    return next(
+        (
+            one.why_alone
+            for plan in called.table.of_each_kind()
+            for one in plan.terms.values()
+            if one.why_alone is not None and not (with_norms and one.has_columns)
+        ),
+        None,
+    )
 
 
 def _one_by_one(devices: Devices, num_invited: int, start_pool: StartPool | None) -> Compute:

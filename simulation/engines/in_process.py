@@ -157,13 +157,13 @@ class LocalFleet:
     ) -> Iterator[Answer]:
         self._roster.log_refusals()  # of devices that the plans needed
         called = self._called(plans)
+        if not called:
+            return
         if self._compute is None:
-            first = called[0].part if called else 0
             self._compute = compute_of(
-                self._settings, self._devices, first=first, start_pool=self._start_pool
+                self._settings, self._devices, called, start_pool=self._start_pool
             )
-        if called:
-            self._begin(called[0].plan.round)
+        self._begin(called[0].plan.round)
         if may_vanish(self._devices.fleet):
             vanished = np.array([self._has_vanished(one.part) for one in called], dtype=np.bool_)
             for one in compress(called, vanished.tolist()):

@@ -278,12 +278,14 @@ class Devices:
         return bool(self.fleet.faults.slow_link)
 
     @functools.cached_property
-    def changes_updates(self) -> bool:
-        """Whether devices cut their micro-batches by length, keep parameters, or answer late."""
+    def changes_windows(self) -> bool:
+        """Whether devices cut their micro-batches by length, or answer late, whatever is planned.
+
+        A feature of the user's may act without terms in the plan.
+        """
         settings, task = self.settings, self.trainer.task
         return (
             settings.asynchronous.is_on
-            or settings.model.local_parameters is not None
             or settings.feature.name is not None
             or bool(self.fleet.faults.absence)
             or hasattr(task, "lengths")

@@ -38,7 +38,7 @@ class OneWithoutData(TwoLayers):
 class Alone(Devices):
     """Devices each of which runs its own code, from the plan to the report."""
 
-    changes_updates = True
+    changes_windows = True
 
 
 def devices_of(kind: type[Devices], task: type = TwoLayers) -> Devices:
