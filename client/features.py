@@ -163,16 +163,19 @@ def take_model(image: ModelImage, plan: Plan, *, name: str) -> EvaluateReport:
 def own_rounds(
     plan: Plan, settings: Settings, store: Callable[[str], LocalStore | None]
 ) -> Sequence[OwnRound]:
-    """Return what features of the user's do in a plan; ``store`` gives the place of a state.
+    """Return what features that may keep a state do in a plan: the user's, and an algorithm's.
+
+    ``store`` gives the place of a state.
 
     Raises:
         SettingsError: there is no such feature.
     """
-    if settings.feature.name is None:
-        return ()
-    found: Sequence[OwnRound] = _loaded("own_feature.own_round:own_rounds")(
-        plan, settings.feature, store
-    )
+    found: list[OwnRound] = []
+    local = plan.terms.get("local_training")
+    if "control_variates" in plan.terms or (local is not None and local.carries_state):
+        found += _loaded("local_state.state_rounds:state_rounds")(plan, store)
+    if settings.feature.name is not None:
+        found += _loaded("own_feature.own_round:own_rounds")(plan, settings.feature, store)
     return found
 
 

@@ -175,6 +175,7 @@ TermsT = TypeVar("TermsT", bound=Terms)
 
 KINDS: dict[str, str] = {
     "compression": "headwater.common.compression.terms:CompressionTerms",
+    "control_variates": "headwater.common.local_state.terms:ScaffoldTerms",
     "evaluation": "headwater.common.evaluation.terms:EvaluationTerms",
     "local_training": "headwater.common.local_training.terms:LocalPlan",
     "offline": "headwater.common.offline.terms:OfflineTerms",

@@ -32,6 +32,7 @@ class LocalSteps:
         with self._context.memory.holding(num_bytes):
             start_P = work.start_P
             optimizer = local_optimizer(terms, image.trainable(), rate=rate)
+            work.stepping(optimizer)
             for mean_P in work.steps(
                 StepContent(image, optimizer)
             ):  # the mean is in the parameters' gradients

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headwater.client.local_training.step_spool import StepContent
@@ -128,6 +129,11 @@ class LocalWork:
                 content.unused = work.unused or ()
                 rest = work.window.positions[step.end :]
                 spooled.save(replace(work.total, remaining=deque([rest] if rest else [])))
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let features change a new optimizer, before its first step."""
+        for feature in self._work.features:
+            feature.stepping(self._work, optimizer)
 
     def _directed(self, mean_P: Tensor) -> Tensor:
         for feature in self._work.features:

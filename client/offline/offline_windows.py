@@ -36,7 +36,7 @@ def num_windows_allowed(request: DeviceRequest, plan: Plan) -> int:
         return 1  # its own parameters follow each window
     if "privacy" in plan.terms:
         return 1  # each window is clipped by itself, and their sum would exceed the bound
-    if settings.feature.name is not None:
+    if settings.feature.name is not None or plan.carries_state:
         return 1  # its sums and its state are of one window
     return min(plan.max_windows, settings.asynchronous.offline_windows)
 

@@ -87,7 +87,8 @@ def check_plan(
         raise MaskingTooWeak(
             f"{name}, round {plan.round}: what this device keeps of earlier rounds would enter its "
             "update, and it requires masks that withstand a server that lies",
-            remedy="leave out --local-parameters, and --compress or its compression.feedback",
+            remedy="leave out --local-parameters, --compress or its compression.feedback, and an "
+            "--algorithm that keeps a state",
         )
     if plan.held_out_fraction:
         raise MaskingTooWeak(

@@ -52,6 +52,9 @@ class Feature:
         """Make a value of an error; return whether the round goes on with it."""
         return False
 
+    def stepping(self, work: Work, optimizer: torch.optim.Optimizer) -> None:
+        """Change a new local optimizer, before its first step."""
+
     def direction(self, work: Work, mean_P: Tensor) -> None:
         """Change the mean gradient [P] of a local step in place, before the step is taken."""
 

@@ -1,7 +1,8 @@
 """The optimizer of a device's local steps: made by its name, its memory, and its path's length.
 
 A device begins every round with a new state: any device may be in any round, and a round that is
-repeated gives the same update. (DiLoCo's workers, who never leave, keep theirs.)
+repeated gives the same update. With ``LocalTerms.keeps_state`` it goes on with that of its last
+counted round (``headwater.client.local_state``).
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ def path_length(terms: LocalTerms, num_steps: int, *, rate: float) -> float:
     It is the norm of the vector a in Wang et al. 2020 (equation 5): by it the device divides its
     update. For plain SGD it is the number of steps, for Adam too; momentum makes the path longer
     (section 3.2), and a proximal term shorter. Computed by the optimizer itself, on one parameter.
+    An optimizer that goes on from round to round makes equal steps along one gradient: its length
+    is the number of steps, as a factor that all devices have in common cancels.
 
     Raises:
         SettingsError: the optimizer cannot be made, or cannot step.
     """
     is_plain = terms.optimizer.lower() == "sgd" and not terms.arguments and not terms.proximal
-    if is_plain:
+    if is_plain or terms.keeps_state:
         return float(num_steps)
     # Up to the next power of two, so that a thousand numbers of steps need few runs.
     return _path_lengths(terms.text, rate, 1 << max(num_steps - 1, 0).bit_length())[num_steps]

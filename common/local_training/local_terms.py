@@ -39,6 +39,8 @@ class LocalTerms:
     is_normalized: bool = False
     """Whether the update is divided by the device's own steps, and the server multiplies the sum by
     the cohort's mean number of steps."""
+    keeps_state: bool = False
+    """Whether the optimizer's state stays on the device, for its next round."""
 
     @property
     def text(self) -> str:
@@ -49,6 +51,7 @@ class LocalTerms:
                 "arguments": self.arguments,
                 "proximal": float(self.proximal),
                 "is_normalized": self.is_normalized,
+                "keeps_state": self.keeps_state,
             },
             sort_keys=True,
         )
@@ -109,7 +112,8 @@ def local_terms(local: LocalSettings, plan: PlanSettings) -> LocalTerms:
         chosen = "normalized" if is_by_speed else "none"
     return LocalTerms(
         optimizer=local.kind,
-        arguments=dict(local.arguments),
+        arguments=dict(local.all_arguments),
         proximal=local.mu,
         is_normalized=chosen == "normalized",
+        keeps_state=local.preset.keeps == "optimizer",
     )

@@ -38,16 +38,22 @@ class LocalPlan(Terms):
         return self.takes_steps or self.algorithm is not None
 
     @property
+    def carries_state(self) -> bool:
+        return self.how is not None and self.how.keeps_state
+
+    @property
     def why_alone(self) -> str | None:
         if self.algorithm is not None:
             return f"the client algorithm {self.algorithm} takes each device by itself"
         if not self.moves_model:
             return None
+        if self.carries_state:
+            return "each device keeps a state of its own from round to round (--algorithm)"
         return "each device's local steps need a model of its own, as --compute vectorised has it"
 
     @property
     def has_columns(self) -> bool:
-        return self.algorithm is None
+        return self.algorithm is None and not self.carries_state
 
     def unfit_for_masks(self, quota: int) -> str | None:
         if self.steps > quota:  # a step has at least one example

@@ -88,7 +88,11 @@ def check_together(
     found += _of_workers(simulation, secure)
     if simulation.aggregators > 1:
         found += _of_tree(simulation, secure, aggregation, asynchronous)
-    found += [*_of_algorithm(algorithm, plan), *_of_rule(aggregation, plan), *_of_target(plan)]
+    found += [
+        *_of_algorithm(algorithm, plan),
+        *_of_rule(aggregation, plan, local),
+        *_of_target(plan),
+    ]
     found += _of_local(local, plan, schedule, algorithm, secure)
     if found:
         raise _all_of(found)
@@ -204,6 +208,11 @@ def _of_local(
                 f"{given[0]} is for local steps, and the devices take none",
                 remedy=f"leave out {given[0]}, or set --algorithm, --local-steps or --local-epochs",
             )
+        if local.keeps_state:
+            yield SettingsError(
+                f"--algorithm {local.algorithm} is for local steps, and --local-steps 1 is none",
+                remedy="leave out --algorithm or --local-steps",
+            )
         return
     yield from _of_local_examples(local, plan)
     if plan.follow_noise_scale:
@@ -226,11 +235,34 @@ def _of_local(
             "would have no effect on them",
             remedy=f"leave out {first} or --client-algorithm",
         )
+    yield from _of_state(local, secure)
     if secure.aggregation != "off" and local.num_epochs is not None:
         yield SettingsError(
             "an epoch is as long as a device's data, whose size it does not tell under masks",
             remedy="leave out --secure-aggregation or --local-epochs, and set --local-steps: it "
             "wins over the epochs that --algorithm sets",
+        )
+
+
+def _of_state(local: LocalSettings, secure: SecureSettings) -> Iterator[SettingsError]:
+    """Yield what does not go with a state that devices keep between rounds."""
+    name, is_scaffold = local.algorithm, local.algorithm == "scaffold"
+    if local.keeps_state and secure.aggregation == "active":
+        yield SettingsError(
+            f"with --algorithm {name} what a device keeps enters its updates, and devices refuse "
+            "that under active masks: a server that lies can have one outweigh the rest",
+            remedy="leave out --algorithm, or use --secure-aggregation semi-honest",
+        )
+    plain = {
+        "--local-optimizer": local.kind.lower() != "sgd",
+        "--local-optimizer-argument": bool(local.arguments),
+        "--proximal": bool(local.mu),
+    }
+    for flag in (flag for flag, is_set in plain.items() if is_scaffold and is_set):
+        yield SettingsError(
+            "SCAFFOLD computes the mean gradient of a round from how far plain SGD has moved, and "
+            f"{flag} moves otherwise",
+            remedy=f"leave out {flag}, or take --algorithm fedprox",
         )
 
 
@@ -271,8 +303,16 @@ def _of_algorithm(algorithm: AlgorithmSettings, plan: PlanSettings) -> Iterator[
         )
 
 
-def _of_rule(aggregation: AggregationSettings, plan: PlanSettings) -> Iterator[SettingsError]:
+def _of_rule(
+    aggregation: AggregationSettings, plan: PlanSettings, local: LocalSettings
+) -> Iterator[SettingsError]:
     """Yield what needs the sum where a robust rule replaces it."""
+    if aggregation.rule != "sum" and local.algorithm == "scaffold":
+        yield SettingsError(
+            "SCAFFOLD adds up the devices' control variates, and --aggregation "
+            f"{aggregation.rule} is for the model's sum alone",
+            remedy="leave out --aggregation, or take --algorithm fedprox",
+        )
     if aggregation.rule != "sum" and plan.follow_noise_scale:
         yield SettingsError(
             f"the noise scale is estimated from the sum, and --aggregation {aggregation.rule} is "
@@ -611,6 +651,8 @@ def _of_privacy(
         ),
         "for each example, devices would tell the quantile of another norm: leave out "
         "--privacy-clip-quantile": is_by_example and privacy.clip_quantile is not None,
+        f"what devices keep with --algorithm {local.algorithm} would carry a round's examples into "
+        "later ones: take --algorithm fedavg": local.keeps_state,
         "for each example, local steps would carry one example into the gradients of others: leave "
         "out --local-steps, --local-epochs and --algorithm": is_by_example and local.is_on,
         "an epoch would be as long as a device's data: leave out --local-epochs, and set "

@@ -154,7 +154,9 @@ class PlanSettings(Branch):
 class LocalSettings(Branch):
     """Local training: several steps on each device in a round (docs/local.md)."""
 
-    algorithm: Literal["exact", "fedavg", "fedprox", "fedavgm", "diloco"] = setting(
+    algorithm: Literal[
+        "exact", "fedavg", "fedprox", "scaffold", "client-momentum", "fedavgm", "diloco"
+    ] = setting(
         "exact",
         "exact sums, or local steps (docs/local.md)",
         "--algorithm",
@@ -169,7 +171,7 @@ class LocalSettings(Branch):
     epochs: Count | None = setting(
         None,
         "passes of each device over its own examples in a round, in place of --local-steps; not "
-        "set: 1 with fedavg and fedprox",
+        "set: 1, but with fedavgm and diloco",
         "--local-epochs",
     )
     batch_size: Count | None = setting(
@@ -184,7 +186,7 @@ class LocalSettings(Branch):
     )
     arguments: dict[str, bool | int | float | list[float]] = setting(
         {},
-        "another argument of the local optimizer, e.g. momentum=0.9",
+        "another argument of the local optimizer, e.g. momentum=0.9, which client-momentum has",
         "--local-optimizer-argument",
     )
     learning_rate: Rate | None = setting(
@@ -234,6 +236,19 @@ class LocalSettings(Branch):
     def kind(self) -> str:
         """The local optimizer's name."""
         return self.preset.optimizer if self.optimizer is None else self.optimizer
+
+    @property
+    def all_arguments(self) -> dict[str, bool | int | float | list[float]]:
+        """The local optimizer's arguments, with those of the algorithm if the optimizer is its."""
+        preset = (
+            self.preset.local_arguments if self.optimizer in (None, self.preset.optimizer) else {}
+        )
+        return {**preset, **self.arguments}
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether devices keep something of a round for their next one."""
+        return self.preset.keeps != "nothing"
 
     @property
     def rate(self) -> float:

@@ -3,6 +3,9 @@ r"""SCAFFOLD (Karimireddy et al. 2020): local steps that do not drift to a clien
 A feature has up to three parts: what its plans say, what the server does, what a client does. Each
 client subtracts its own drift from each local step, and adds the mean drift of all.
 
+``--algorithm scaffold`` has it built in; here it shows in a few lines how a feature of your own has
+a state, a tensor on its way down and a second sum.
+
 Try it: headwater-simulate --feature examples/extensions/scaffold.py:Scaffold --local-steps 5 \
     --partition dirichlet --optimizer sgd --lr 1
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.local_training.local_optimizer import held_bytes
+from headwater.common.local_training.local_optimizer import FLOAT_BYTES, held_bytes
 from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
@@ -80,12 +80,16 @@ def local_round(chosen: Settings, *, num_parameters: int) -> LocalRound | None:
     if not local.is_on:
         return None
     terms = local_terms(local, plan) if chosen.algorithm.name is None else LocalTerms()
+    held = held_bytes(terms, num_parameters=num_parameters)
+    state = held - FLOAT_BYTES * num_parameters
+    # The state as it was read and as it goes on; with SCAFFOLD c and what each step gets as well.
+    kept = {"nothing": 0, "optimizer": 2 * state, "control variate": 16 * num_parameters}
     return LocalRound(
         step_examples=local.step_examples(plan),
         epochs=local.num_epochs,
         steps=local.num_steps,
         is_equal=plan.accumulation_steps is not None or chosen.secure.aggregation != "off",
-        held_bytes=held_bytes(terms, num_parameters=num_parameters),
+        held_bytes=held + kept[local.preset.keeps],
     )
 
 

@@ -233,6 +233,10 @@ FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
         lambda settings: settings.local.is_on or settings.algorithm.name is not None,
         "headwater.server.local_training.corrected_rounds:CorrectedRounds",
     ),
+    "control_variates": (
+        lambda settings: settings.local.algorithm == "scaffold",
+        "headwater.server.local_state.scaffold_rounds:ScaffoldRounds",
+    ),
     "selection": (
         lambda settings: bool(settings.evaluation.best or settings.evaluation.stop_when),
         "headwater.server.selection.selected_rounds:SelectedRounds",

@@ -85,6 +85,8 @@ def candidates(server: OptimizerSettings) -> tuple[Candidate, ...]:
         "fedavg E=1": {ALGORITHM: "fedavg", EPOCHS: 1},
         "fedavg E=5": {ALGORITHM: "fedavg", EPOCHS: 5},
         "fedprox E=5": {ALGORITHM: "fedprox", EPOCHS: 5},
+        "scaffold E=1": {ALGORITHM: "scaffold", EPOCHS: 1},
+        "client-momentum E=1": {ALGORITHM: "client-momentum", EPOCHS: 1},
         "fedavgm": {ALGORITHM: "fedavgm"},
         "diloco": {ALGORITHM: "diloco"},
     }

@@ -8,19 +8,23 @@ was interrupted continues where it was, and the results may come in any order.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.simulation.compare.budget import Budget
 from headwater.simulation.compare.candidates import LOCAL, Candidate, Shared, candidates
 from headwater.simulation.compare.rate_search import best_rate, first_rates, next_rate, score
 from headwater.simulation.compare.standing import Standing
 from headwater.simulation.compare.trajectory import Trajectory, summed, trajectory_of
-from headwater.simulation.sweep.grid import SweepRun, run_of
+from headwater.simulation.sweep.grid import Point, SweepRun, run_of
 from headwater.simulation.sweep.results import LOSS, Result, choose_metric, read_result
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,15 +175,29 @@ def plan_comparison(
     if len(set(seeds)) < len(seeds):
         raise SettingsError("--seeds names a seed twice", remedy="name each seed once")
     exact = shared.without(LOCAL)
-    server = load(None, {**copy.deepcopy(dict(exact.tree)), **exact.overrides}).optimizer
+    server = _load(exact, {}).optimizer
     return Comparison(
         shared=shared,
-        candidates=candidates(server),
+        candidates=tuple(one for one in candidates(server) if _is_possible(one, shared)),
         seeds=tuple(seeds),
         budget=budget,
         metric=metric,
         folder=folder,
     )
+
+
+def _is_possible(candidate: Candidate, shared: Shared) -> bool:
+    """Return whether an algorithm goes with the shared settings; log why it does not."""
+    try:
+        _load(shared.without(candidate.other_branch), candidate.at(candidate.first_rate))
+    except SettingsError as error:
+        log.warning("%s is not compared: %s", candidate.name, error.message)
+        return False
+    return True
+
+
+def _load(shared: Shared, point: Point) -> Settings:
+    return load(None, {**copy.deepcopy(dict(shared.tree)), **shared.overrides, **point})
 
 
 def _ended(runs: Iterable[SweepRun]) -> list[Result]:

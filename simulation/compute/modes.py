@@ -157,11 +157,15 @@ def _pool(devices: Devices, num_invited: int, start_pool: StartPool | None) -> W
     number = _num_workers(settings, num_invited=num_invited)
     if number == 1 and start_pool is None:
         return None
-    has_files = settings.model.local_parameters is not None or settings.compression.keeps
+    has_files = (
+        settings.model.local_parameters is not None
+        or settings.compression.keeps
+        or settings.local.keeps_state
+    )
     if has_files and start_pool is not None:
         raise SettingsError(
             "the machines of a cluster share no folder, in which devices keep parameters of their "
-            "own or what compression left out",
+            "own, what compression left out or the state of --algorithm",
             remedy="leave --engine out",
         )
     if has_files and settings.out is None:

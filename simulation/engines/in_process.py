@@ -100,7 +100,8 @@ class LocalFleet:
     @property
     def can_repeat_rounds(self) -> bool:
         settings = self._settings
-        has_files = settings.model.local_parameters or settings.feature.name
+        keeps = settings.local.keeps_state or settings.feature.name is not None
+        has_files = settings.model.local_parameters is not None or keeps
         return not (has_files or settings.privacy.is_on)  # each run of a round is paid for
 
     def part(self, name: str) -> int:
@@ -206,8 +207,12 @@ class LocalFleet:
     def _has_tensors(self) -> bool:
         """Whether plans may bring more than the model. To look at each plan of many takes time."""
         settings = self._settings
-        is_low_rank = settings.compression.up == "low-rank"
-        return is_low_rank or settings.statistics.is_on or settings.feature.name is not None
+        return (
+            settings.compression.up == "low-rank"
+            or settings.local.algorithm == "scaffold"
+            or settings.statistics.is_on
+            or settings.feature.name is not None
+        )
 
     def _note(self, names: Iterable[str], stage: Stage) -> None:
         if self._stages is not None:

@@ -287,6 +287,7 @@ class Devices:
         return (
             settings.asynchronous.is_on
             or settings.feature.name is not None
+            or settings.local.keeps_state
             or bool(self.fleet.faults.absence)
             or hasattr(task, "lengths")
             or hasattr(task, "collate")

@@ -42,6 +42,7 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "fraction": (0.1, 0.2),
         "held_out": ("last", "random"),
     },
+    "control_variates": {"variate": ("AACAPwAAAAA=", "AAAAAAAAgD8="), "first_round": (0, 1)},
     "local_training": {
         "steps": (2, 3),
         "learning_rate": (0.1, 1e-30),

@@ -18,6 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("server/local_training/", "simulation/vectorised/stacked_model.py"),
         *("simulation/vectorised/stacked_optimizer.py", "simulation/vectorised/stacked_steps.py"),
     ),
+    "local_state": ("common/local_state/", "client/local_state/", "server/local_state/"),
     "robust": ("server/robust/",),
     "frozen": ("common/frozen/", "client/frozen/"),
     "own_parameters": (
@@ -44,6 +45,7 @@ ALWAYS = {"energy"}
 
 KNOWS: dict[str, set[str]] = {
     "asynchronous": {"local_training", "offline", "secagg"},
+    "local_state": {"local_training", "own_feature"},
     "offline": {"local_training"},
     "own_feature": {"local_training"},
     "privacy": {"local_training", "secagg"},

@@ -68,6 +68,33 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "takes the local steps itself",
     ),
     "masks and epochs": ({**MASKS, "local": {"algorithm": "fedavg"}}, "does not tell under masks"),
+    "active masks and a kept optimizer": (
+        {
+            "secure": {"aggregation": "active"},
+            "local": {"algorithm": "client-momentum", "steps": 2},
+        },
+        "under active masks",
+    ),
+    "SCAFFOLD and momentum": (
+        {"local": {"algorithm": "scaffold", "arguments": {"momentum": 0.9}}},
+        "and --local-optimizer-argument moves otherwise",
+    ),
+    "SCAFFOLD and AdamW": (
+        {"local": {"algorithm": "scaffold", "optimizer": "adamw"}},
+        "and --local-optimizer moves otherwise",
+    ),
+    "SCAFFOLD and a proximal term": (
+        {"local": {"algorithm": "scaffold", "proximal": 0.1}},
+        "and --proximal moves otherwise",
+    ),
+    "SCAFFOLD and a robust rule": (
+        {"local": {"algorithm": "scaffold"}, "aggregation": {"rule": "median"}},
+        "adds up the devices' control variates",
+    ),
+    "SCAFFOLD without local steps": (
+        {"local": {"algorithm": "scaffold", "steps": 1}},
+        "--local-steps 1 is none",
+    ),
     "a start above the maximum": (
         plan(follow_noise_scale=True, max_effective_batch_size=511),
         "--max-effective-batch-size 511",
@@ -218,6 +245,8 @@ def test_settings_that_choose_one_target_or_none_are_taken(changes: dict[str, An
             "--local-steps",
         ),
         ({"local": {"algorithm": "fedavg"}}, "--local-epochs, and set --local-steps"),
+        ({"local": {"algorithm": "scaffold", "steps": 2}}, "take --algorithm fedavg"),
+        ({"local": {"algorithm": "client-momentum", "steps": 2}}, "take --algorithm fedavg"),
         ({"privacy": BY_EXAMPLE, "algorithm": {"name": "fedprox"}}, "--client-algorithm"),
         ({"privacy": BY_EXAMPLE, "model": {"local_parameters": "head.*"}}, "--local-parameters"),
         ({"privacy": BANDED, "secure": {"aggregation": "active"}}, "--privacy-bands"),

@@ -18,7 +18,10 @@ from headwater.simulation.sweep.grid import SweepRun
 from headwater.simulation.sweep.worker import RESULT
 
 TASK = "tests/tasks.py:TwoLayers"
-NAMES = ["exact", "fedavg E=1", "fedavg E=5", "fedprox E=5", "fedavgm", "diloco"]
+NAMES = [
+    *("exact", "fedavg E=1", "fedavg E=5", "fedprox E=5"),
+    *("scaffold E=1", "client-momentum E=1", "fedavgm", "diloco"),
+]
 
 
 def comparison(
@@ -87,6 +90,14 @@ def test_three_rates_of_each_algorithm_come_first_with_a_third_of_the_rounds(
     assert [one.name for one in found.candidates] == NAMES
 
 
+def test_an_algorithm_that_the_settings_refuse_is_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = comparison(tmp_path, tree={"aggregation": {"rule": "median"}})
+    assert [one.name for one in found.candidates] == [one for one in NAMES if "scaffold" not in one]
+    assert "scaffold E=1 is not compared: SCAFFOLD adds up" in caplog.text
+
+
 def test_the_runs_of_all_seeds_follow_as_soon_as_an_algorithm_s_search_is_done(
     tmp_path: Path,
 ) -> None:
@@ -106,7 +117,7 @@ def test_every_run_ends_once_and_its_standing_says_what_the_search_cost(tmp_path
     ended = end_all(found, nearness)
     assert len(ended) == len({run.folder for run in ended}) == found.num_expected
     standings = found.standings()
-    assert [one.rate for one in standings] == [0.01, 0.1, 0.1, 0.1, 0.001, 0.001]
+    assert [one.rate for one in standings] == [0.01, *[0.1] * 5, 0.001, 0.001]
     for one in standings:
         assert len(one.tried) == 3
         assert one.search_cost == {"rounds": 9, "bytes": 900, "examples": 72, "seconds": 4.5}

@@ -1,0 +1,1 @@
+"""What algorithms of local training keep on a device between rounds."""

@@ -1,0 +1,1 @@
+"""What algorithms of local training keep between rounds, in a plan."""
