@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, system_remedy
 from headwater.common.example_streams import as_examples, copied
 from headwater.common.run_scope import object_named
-from headwater.common.task_spec import METHODS, find_task_class
+from headwater.common.task_spec import METHODS, code_at, code_of, find_task
 from headwater.common.user_code import described, running
 
 MAX_METRICS, MAX_METRIC_CHARACTERS = 48, 64  # that a task may return, and of a metric's name
@@ -48,9 +48,10 @@ class Task(Protocol):
     ``max_weight_per_example`` (1 where absent), ``weight_unit: float`` where weights are no whole
     numbers, ``penalty(model) -> scalar``, a term of the mean loss on the parameters,
     ``statistics(example)``, ``measured`` and ``use_statistics(found)`` (``common.statistics``),
-    ``set_round(number)``, which is called before the loss is computed for a round, from 1,
-    ``columns(examples) -> Mapping[str, Sequence]``, for partitions (``common.data.columns``), and
-    ``lengths(examples) -> Sequence[int]``, where a batch is padded
+    ``metrics_from_sums(sums, weight) -> Mapping[str, float]``, the metrics that are shown where
+    they are no sums per weight, ``set_round(number)``, which is called before the loss is computed
+    for a round, from 1, ``columns(examples) -> Mapping[str, Sequence]``, for partitions
+    (``common.data.columns``), and ``lengths(examples) -> Sequence[int]``, where a batch is padded
     (``common.data.example_lengths``).
     """
 
@@ -80,7 +81,7 @@ MISSES_DATA = (OSError, ValueError, TypeError, AttributeError, AssertionError)
 
 
 def load_task(spec: str) -> Task:
-    """Load the class that a spec names and construct one instance, or return the caller's object.
+    """Load the task that a spec names: construct its class, or take the object.
 
     If a Python caller gave an object under this name (``common.run_scope``), it is that object; a
     class is constructed. Any other spec is one of ``common.task_spec``.
@@ -90,10 +91,11 @@ def load_task(spec: str) -> Task:
         TaskError: the class cannot be constructed without arguments, or lacks a method of ``Task``.
         TaskFailed: its ``set_round`` raised an exception.
     """
-    given = object_named(spec)
-    if given is not None and not isinstance(given, type):
-        return _checked(given, spec)
-    task_class = task_class_of(spec)
+    task_class = object_named(spec)
+    if task_class is None:
+        task_class = find_task(spec)
+    if not isinstance(task_class, type):
+        return _checked(task_class, spec)
     if not any(hasattr(task_class, method) for method in METHODS):
         raise TaskError(f"the task {spec} has none of the methods {', '.join(METHODS)}")
     try:
@@ -103,16 +105,16 @@ def load_task(spec: str) -> Task:
     return _checked(task, spec)
 
 
-def task_class_of(spec: str) -> type[Task]:
-    """Return the class of the task that a spec names, see ``load_task``.
+def task_code(spec: str) -> str:
+    """Return the name and the digest of the task's code (``common.task_spec.code_of``).
 
     Raises:
         UnknownTask: see ``load_task``.
     """
     given = object_named(spec)
     if given is None:
-        return find_task_class(spec)
-    return cast("type[Task]", given if isinstance(given, type) else type(given))
+        return code_at(spec)
+    return code_of(given if isinstance(given, type) else type(given))
 
 
 def _checked(task: object, spec: str) -> Task:
@@ -295,6 +297,30 @@ def loss_sum(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, int, Met
             raise TaskError(f"the metric {name} must be a number, found {_kind(value)}")
         metrics[str(name)] = metric if unit == 1 else metric / unit
     return loss, count, metrics
+
+
+def shown_metrics(task: Task | None, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+    """Return the metrics of many examples: each sum per weight, or what the task makes of them.
+
+    Nothing if there is no sum or no weight; ``sums`` and ``weight`` are in units of the task's.
+
+    Raises:
+        TaskFailed: the task's ``metrics_from_sums`` raised an exception.
+        TaskError: it returned no numbers by name.
+    """
+    if not sums or not weight:
+        return {}
+    if task is None or not hasattr(task, "metrics_from_sums"):
+        return {name: value / weight for name, value in sums.items()}
+    unit = weight_unit(task)
+    with running("metrics_from_sums"):
+        found = task.metrics_from_sums({n: s * unit for n, s in sums.items()}, weight * unit)
+    if not isinstance(found, Mapping):
+        raise TaskError(f"metrics_from_sums must return numbers by name, found {_kind(found)}")
+    numbers = {str(name): _number(value) for name, value in found.items()}
+    if none := [name for name, value in numbers.items() if value is None]:
+        raise TaskError(f"metrics_from_sums must return numbers: {none[0]} is none")
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _count(weight: Any, unit: float) -> int:

@@ -1,7 +1,8 @@
-"""Finds the class that ``--task`` names, and says which code it is.
+"""Finds the task that ``--task`` names, and says which code it is.
 
 ``FILE.py:Class`` names a class of a file, ``package.module:Class`` one of a module, in the working
-folder or installed. Without ``:Class`` it is the only task in there.
+folder or installed; an object that the file makes may stand in the class's place, as in ``task =
+headwater.Task(...)``. Without a name it is the only task in there, of the classes first.
 """
 
 from __future__ import annotations
@@ -34,15 +35,25 @@ MAX_NAMES = 8
 MAX_NAME = 100
 
 
-def find_task_class(spec: str) -> type[Any]:
-    """Import what a spec names and return its class.
+def find_task(spec: str) -> Any:
+    """Import what a spec names and return its class, or the object that is the task.
 
     Raises:
-        UnknownTask: no such file, module or class; the import fails; or the spec names no class,
-            and there is none or more than one.
+        UnknownTask: no such file, module or task; the import fails; or the spec names no task, and
+            there is none or more than one.
     """
-    place, class_name = split_spec(spec)
-    return _class_in(import_place(place), place, class_name)
+    place, name = split_spec(spec)
+    return _task_in(import_place(place), place, name)
+
+
+def find_task_class(spec: str) -> type[Any]:
+    """Return the class of the task that a spec names, see ``find_task``.
+
+    Raises:
+        UnknownTask: see ``find_task``.
+    """
+    found = find_task(spec)
+    return found if isinstance(found, type) else type(found)
 
 
 def import_place(place: str) -> ModuleType:
@@ -120,6 +131,25 @@ def code_of(kind: type[Any]) -> str:
             text = file.read_bytes().replace(b"\r\n", b"\n")
             digest.update(hashlib.sha256(text).digest())
     return f"{kind.__name__[:MAX_NAME]} {digest.hexdigest()}"
+
+
+def code_at(spec: str) -> str:
+    """Return the code of the task that a spec names: of its class, and of the file of an object.
+
+    Raises:
+        UnknownTask: see ``find_task``.
+    """
+    found = find_task(spec)
+    if isinstance(found, type):
+        return code_of(found)
+    place, name = split_spec(spec)
+    module = import_place(place)
+    name = name or next(name for name, one in vars(module).items() if one is found)
+    digest = hashlib.sha256(f"{name} {code_of(found.__class__)}".encode())
+    if module.__file__ is not None:
+        text = Path(module.__file__).read_bytes().replace(b"\r\n", b"\n")
+        digest.update(hashlib.sha256(text).digest())
+    return f"{name[:MAX_NAME]} {digest.hexdigest()}"
 
 
 def short_code(code: str) -> str:
@@ -207,51 +237,53 @@ def _no_module(name: str) -> UnknownTask:
     )
 
 
-def _class_in(module: ModuleType, place: str, class_name: str | None) -> type[Any]:
+def _task_in(module: ModuleType, place: str, name: str | None) -> Any:
     tasks = _tasks_in(module)
-    if class_name is None:
-        if len(tasks) == 1:
-            return tasks[0]
-        names = [one.__name__ for one in tasks]
-        if not tasks:
+    if name is None:
+        names = [*tasks]
+        if len(names) == 1:
+            return tasks[names[0]]
+        if not names:
             raise UnknownTask(
                 f"{place} has no task: no class in it has the methods {', '.join(METHODS)}",
                 remedy="see docs/task.md for a whole task",
             )
         raise UnknownTask(
-            f"{place} has {len(tasks)} tasks: {', '.join(names[:MAX_NAMES])}",
+            f"{place} has {len(names)} tasks: {', '.join(names[:MAX_NAMES])}",
             remedy=f"choose one of them, as in --task {place}:{names[0]}",
         )
-    found = getattr(module, class_name, None)
-    if isinstance(found, type):
+    found = getattr(module, name, None)
+    if isinstance(found, type) or _is_task(found):
         return found
     if found is not None:
-        is_task = all(hasattr(found, method) for method in METHODS)
-        raise UnknownTask(
-            f"{place} has no class {class_name}: it is a {type(found).__name__}",
-            remedy="write a class, whose __init__ calls super().__init__ with the parts "
-            '(docs/task.md, "Without a class")'
-            if is_task
-            else None,
-        )
+        raise UnknownTask(f"{place} has no class {name}: it is a {type(found).__name__}")
     classes = [name for name, one in vars(module).items() if isinstance(one, type)]
-    near = get_close_matches(class_name, classes, n=1)
-    candidates = _listed("its tasks:", [one.__name__ for one in tasks])
+    near = get_close_matches(name, classes, n=1)
+    candidates = _listed("its tasks:", [*tasks])
     did_you_mean = f"; did you mean {near[0]}?" if near else candidates
-    raise UnknownTask(f"{place} has no class {class_name}{did_you_mean}")
+    raise UnknownTask(f"{place} has no class {name}{did_you_mean}")
 
 
-def _tasks_in(module: ModuleType) -> list[type[Any]]:
-    """Return the classes with a task's methods that a module itself defines."""
-    return [
-        one
-        for one in vars(module).values()
+def _tasks_in(module: ModuleType) -> dict[str, Any]:
+    """Return the tasks that a module itself defines: classes, or else objects, by their names."""
+    public = {name: one for name, one in vars(module).items() if not name.startswith("_")}
+    classes = {
+        one.__name__: one
+        for one in public.values()
         if isinstance(one, type)
         and one.__module__ == module.__name__
         and not one.__name__.startswith("_")
         and not inspect.isabstract(one)
-        and all(hasattr(one, method) for method in METHODS)
-    ]
+        and _is_task(one)
+    }
+    objects = {
+        name: one for name, one in public.items() if not isinstance(one, type) and _is_task(one)
+    }
+    return classes or objects
+
+
+def _is_task(found: Any) -> bool:
+    return all(hasattr(found, method) for method in METHODS)
 
 
 def _listed(title: str, names: Sequence[str]) -> str:

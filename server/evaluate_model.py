@@ -40,6 +40,7 @@ from headwater.common.task import (
     Task,
     check_data_exists,
     open_train_examples,
+    shown_metrics,
     tell_round,
 )
 from headwater.common.user_code import running
@@ -58,6 +59,8 @@ class DataResult:
     num_left_out: int = 0
     why_left_out: str = ""
     """The kinds of fault with their first positions, a line each."""
+    task: Task | None = field(default=None, repr=False)
+    """What makes metrics of the sums; None: they are sums per weight."""
 
     @property
     def loss(self) -> float:
@@ -66,11 +69,8 @@ class DataResult:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics per unit of weight."""
-        return {
-            name: value / self.weight if self.weight else math.nan
-            for name, value in self.metric_sums.items()
-        }
+        """The metrics per unit of weight, or what the task makes of the sums; none without any."""
+        return Metrics(shown_metrics(self.task, self.metric_sums, self.weight))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +167,7 @@ def sums_on(task: Task, model: nn.Module, name: str, examples: Examples) -> Data
         loss_sum=total.loss_sum,
         weight=total.weight,
         metric_sums=total.metric_sums,
+        task=task,
     )
 
 
@@ -174,6 +175,7 @@ def _total(results: Sequence[DataResult]) -> DataResult:
     names = sorted({name for each in results for name in each.metric_sums})
     return DataResult(
         data="all",
+        task=results[0].task,
         num_examples=sum(each.num_examples for each in results),
         num_left_out=sum(each.num_left_out for each in results),
         loss_sum=math.fsum(each.loss_sum for each in results),
@@ -237,8 +239,8 @@ def as_table(evaluated: EvaluatedModel) -> RenderableType:
 
 
 def _metric(result: DataResult, name: str) -> str:
-    has_value = result.weight and name in result.metric_sums
-    return f"{result.metrics[name]:.4f}" if has_value else "-"
+    metrics = result.metrics
+    return f"{metrics[name]:.4f}" if name in metrics else "-"
 
 
 def _title(metric: str) -> str:

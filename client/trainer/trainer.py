@@ -51,8 +51,7 @@ from headwater.common.messages import (
 from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.task import Examples, load_task, tell_round
-from headwater.common.task_spec import code_of
+from headwater.common.task import Examples, load_task, task_code, tell_round
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Trainer:
         """
         self._batch_norm, self._frozen_dtype = batch_norm, frozen_dtype
         self.task = load_task(task_spec)
-        self.task_code = code_of(type(self.task))
+        self.task_code = task_code(task_spec)
         self._examples = ClientExamples(self.task, self._check_opened)
         self.datasets = self._examples.datasets
         self.local_parameters = local_parameters

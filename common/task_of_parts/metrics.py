@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,37 +11,59 @@ from torch import Tensor
 
 from headwater.common.errors import TaskError
 from headwater.common.task_of_parts.losses import SummedLoss
+from headwater.common.task_of_parts.summed_metrics import (
+    R2,
+    MeanPerWeight,
+    OfTorchmetrics,
+    SummedMetric,
+    is_of_torchmetrics,
+)
 
 MetricOf = Callable[[Any, Any], Any]
 """The sum of a metric over outputs and targets; the run divides it by the loss's weight."""
-Asked = str | Sequence[str] | Mapping[str, MetricOf] | None
+Asked = Any
+"""A name, a metric of torchmetrics, several of these, or functions and metrics by name; None."""
 
 
-def metrics_of(asked: Asked, loss: SummedLoss) -> dict[str, MetricOf]:
+def metrics_of(asked: Asked, loss: SummedLoss) -> dict[str, SummedMetric]:
     """Return metrics by their names, or a user's own; None: what fits the loss.
 
     Raises:
         TaskError: there is none of a name, or it does not add up with the weight of the loss.
     """
-    if isinstance(asked, Mapping):
-        return dict(asked)
+    if asked is None:
+        return dict([*_fitting(loss).items()][:1])
+    if isinstance(asked, Mapping) or hasattr(asked, "items"):  # as torchmetrics.MetricCollection
+        return {str(name): _metric(str(name), one) for name, one in asked.items()}
+    found: dict[str, SummedMetric] = {}
+    for one in [asked] if isinstance(asked, str) or is_of_torchmetrics(asked) else asked:
+        if is_of_torchmetrics(one):
+            name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(one).__name__).lower()
+            found[name] = _metric(name, one)
+        else:
+            found[one] = _named(one, loss)
+    return found
+
+
+def _metric(name: str, given: Any) -> SummedMetric:
+    return OfTorchmetrics(name, given) if is_of_torchmetrics(given) else MeanPerWeight(name, given)
+
+
+def _named(name: Any, loss: SummedLoss) -> SummedMetric:
     fitting = _fitting(loss)
-    names = [asked] if isinstance(asked, str) else asked
-    if names is None:
-        return dict([*fitting.items()][:1])
-    for name in names:
-        if name not in fitting:
-            raise TaskError(
-                f"there is no metric {name} with this loss; there is {', '.join(fitting)}",
-                remedy="give a function of outputs and targets that returns the sum over the "
-                "batch: metrics={'mine': lambda outputs, targets: ...}",
-            )
-    return {name: fitting[name] for name in names}
+    if name not in fitting:
+        raise TaskError(
+            f"there is no metric {name} with this loss; there is {', '.join(fitting)}",
+            remedy="give a function of outputs and targets that returns the sum over the "
+            "batch: metrics={'mine': lambda outputs, targets: ...}; or a metric of torchmetrics",
+        )
+    return fitting[name]
 
 
-def _fitting(loss: SummedLoss) -> dict[str, MetricOf]:
+def _fitting(loss: SummedLoss) -> dict[str, SummedMetric]:
     if not loss.is_of_classes:
-        return {"mae": _absolute, "mse": _squared}
+        means = {"mae": _absolute, "mse": _squared}
+        return {name: MeanPerWeight(name, of) for name, of in means.items()} | {"r2": R2("r2")}
 
     def counted(targets: Tensor, is_right: Tensor) -> Tensor:
         if loss.class_weights is not None and not targets.is_floating_point():
@@ -55,7 +78,7 @@ def _fitting(loss: SummedLoss) -> dict[str, MetricOf]:
 
     # The run divides by the loss's weight: with class weights a hit counts as its class does.
     name = "accuracy" if loss.class_weights is None else "weighted_accuracy"
-    return {name: accuracy}
+    return {name: MeanPerWeight(name, accuracy)}
 
 
 def _absolute(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ class TaskOfParts:
         loss: one of torch's, a module or a function, as in ``nn.CrossEntropyLoss(weight=w)``. Its
             mean becomes a sum with its weight; class weights and ``ignore_index`` count.
         test: a data set that the server tests on.
-        metrics: names (``accuracy``; ``mae``, ``mse``), or functions of outputs and targets that
-            return the sum over a batch, by name. None: what fits the loss.
+        metrics: names (``accuracy``; ``mae``, ``mse``, ``r2``), metrics of torchmetrics whose
+            states are sums, or functions of outputs and targets that return the sum over a batch,
+            by name. None: what fits the loss.
         collate: joins examples to a batch; None: as torch's DataLoader does.
 
     Raises:
@@ -104,8 +105,14 @@ class TaskOfParts:
         loss, weight = self._loss.of(outputs, targets)
         with torch.no_grad():
             found = outputs.detach()
-            sums = {name: metric(found, targets) for name, metric in self._metrics.items()}
+            sums: dict[str, Any] = {}
+            for metric in self._metrics.values():
+                sums |= metric.sums(found, targets)
         return loss, weight, sums
+
+    def metrics_from_sums(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Return the metrics of all examples, of which ``loss_sum`` gave these sums."""
+        return {name: metric.value(sums, weight) for name, metric in self._metrics.items()}
 
     @cached_property
     def max_weight_per_example(self) -> float:

@@ -28,7 +28,7 @@ from headwater.common.example_streams import as_examples
 from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
-from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
+from headwater.common.task import Examples, Metrics, Task, loss_sum_alone, shown_metrics
 from headwater.common.user_code import described, running
 from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import beyond_belief
@@ -105,12 +105,13 @@ def test_metric_names(task: Task, model: nn.Module, examples: Examples | None) -
     """Return the names of the metrics on the first test example; None without test examples."""
     if examples is None:
         return None
-    return list(_first_sums(task, model, examples))
+    weight, sums = _first_sums(task, model, examples)
+    return list(shown_metrics(task, sums, weight or 1))
 
 
-def _first_sums(task: Task, model: nn.Module, examples: Examples) -> Metrics:
+def _first_sums(task: Task, model: nn.Module, examples: Examples) -> tuple[int, Metrics]:
     model.eval()
-    return loss_sum_alone(task, model, batch_of(task, examples, [0]))[2]
+    return loss_sum_alone(task, model, batch_of(task, examples, [0]))[1:]
 
 
 def is_due(settings: Settings, *, round_number: int) -> bool:
@@ -142,7 +143,7 @@ def on_server(
         for kind, detail in details(total.faults).items():
             log.warning("test examples: %s: %s", kind, detail)
     return EvaluatedRound(
-        metrics=means("test", total.loss_sum, total.weight, total.metric_sums),
+        metrics=means("test", task, total.loss_sum, total.weight, total.metric_sums),
         num_test_left_out=len(total.faults),
     )
 
@@ -150,6 +151,7 @@ def on_server(
 def on_devices(
     answers: Iterable[EvaluateReport | Dropout],
     *,
+    task: Task,
     round_number: int,
     most_weight: Mapping[str, int],
 ) -> EvaluatedRound:
@@ -204,7 +206,7 @@ def on_devices(
     sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
     loss = math.fsum(report.loss_sum for report in reports)
     return EvaluatedRound(
-        metrics=means("held_out", loss, sum(report.weight for report in reports), sums),
+        metrics=means("held_out", task, loss, sum(report.weight for report in reports), sums),
         num_held_out_left_out=sum(refused.values()),
         num_held_out_clients=len(reports),
         not_evaluated=missing,
@@ -251,9 +253,12 @@ def _first(texts: Mapping[str, str]) -> str:
     return f"{named}, ..." if len(texts) > MAX_NAMED else named
 
 
-def means(prefix: str, loss: float, weight: int, sums: dict[str, float]) -> dict[str, float]:
-    """Divide sums by their weight; return nothing if the weight is zero."""
+def means(
+    prefix: str, task: Task, loss: float, weight: int, sums: dict[str, float]
+) -> dict[str, float]:
+    """Return the loss and the metrics that are shown; nothing if the weight is zero."""
     if weight == 0:
         return {}
     rows = {f"{prefix}_loss": loss / weight}
-    return rows | {f"{prefix}_{name}": value / weight for name, value in sums.items()}
+    shown = shown_metrics(task, sums, weight)
+    return rows | {f"{prefix}_{name}": value for name, value in shown.items()}

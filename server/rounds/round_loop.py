@@ -21,6 +21,7 @@ from headwater.common.errors import (
 )
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import interrupts_held, raise_if_interrupted
+from headwater.common.task import shown_metrics
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
@@ -448,7 +449,8 @@ def _evaluate(
     training: Training, fleet: Fleet, opened: OpenRound, done: RoundSum
 ) -> EvaluatedRound:
     """Return the round's metrics: of the training always, of tests in the rounds that have them."""
-    metrics = {f"train_{name}": value / done.weight for name, value in done.metric_sums.items()}
+    shown = shown_metrics(training.task, done.metric_sums, done.weight)
+    metrics = {f"train_{name}": value for name, value in shown.items()}
     chosen = training.settings.evaluation
     if not evaluation.is_due(training.settings, round_number=training.round):
         return EvaluatedRound(metrics=metrics)
@@ -468,7 +470,10 @@ def _evaluate(
             plans, training.sent_model(), timeout_seconds=training.settings.cohort.deadline_seconds
         )
         found = evaluation.on_devices(
-            answers, round_number=training.round, most_weight=opened.most_weights
+            answers,
+            task=training.task,
+            round_number=training.round,
+            most_weight=opened.most_weights,
         )
     return replace(
         found,

@@ -28,6 +28,7 @@ from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
 from headwater.common.stats.ring_histogram import ring_histogram
+from headwater.common.task import task_code
 from headwater.common.task_spec import code_of
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
@@ -61,6 +62,8 @@ class MaskedRounds(RunFeature):
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._image = run.held_model
+        spec = run.settings.task
+        self._task = code_of(type(run.task)) if spec is None else task_code(spec)
         self.version_tried: int | None = None
         """The last model at which clients were ready to mask in this run."""
         self.summed_at: bytes | None = None
@@ -188,7 +191,7 @@ class MaskedRounds(RunFeature):
                 {name: opened.ready[name] for name in names},
                 plans,
                 max_weight_per_example=self._run.max_weight_per_example,
-                task=code_of(type(self._run.task)),
+                task=self._task,
                 metrics=opened.metrics,
                 num_values=self._image.layout.num_parameters,
             )

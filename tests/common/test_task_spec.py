@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import UnknownTask
-from headwater.common.task_spec import find_task_class, name_of, source_file, split_spec
+from headwater.common.task_spec import (
+    code_at,
+    find_task,
+    find_task_class,
+    name_of,
+    source_file,
+    split_spec,
+)
 from tests.venvs import ROOT
 
 TASK = """
@@ -59,6 +66,39 @@ def test_a_spec_has_a_short_name(spec: str, name: str) -> None:
 @pytest.mark.parametrize("spec", ["spec_one.py", "spec_one", "./spec_one.py:Rain", "spec_one:Rain"])
 def test_the_class_may_be_left_out_if_there_is_one_task(folder: Path, spec: str) -> None:
     assert find_task_class(spec).__name__ == "Rain"
+
+
+OBJECTS = """
+import types
+def nothing(*args): ...
+snow, rain = (
+    types.SimpleNamespace(new_model=nothing, train_examples=nothing, loss_sum=nothing)
+    for _ in range(2)
+)
+"""
+
+
+def test_an_object_is_a_task_and_stands_back_behind_classes(folder: Path) -> None:
+    (folder / "spec_objects.py").write_text(OBJECTS + "del snow\n")
+    one = find_task("spec_objects.py:rain")
+    assert find_task("spec_objects.py") is one
+    assert not isinstance(one, type)
+    assert find_task_class("spec_objects:rain") is type(one)
+    (folder / "spec_both.py").write_text(OBJECTS + TASK.format(name="Rain"))
+    assert find_task("spec_both.py").__name__ == "Rain"
+    (folder / "spec_more.py").write_text(OBJECTS)
+    with pytest.raises(UnknownTask, match="has 2 tasks: snow, rain"):
+        find_task("spec_more.py")
+
+
+def test_the_code_of_an_object_is_its_name_and_its_file(folder: Path) -> None:
+    for name, more in (("spec_a", ""), ("spec_b", "# another\n")):
+        (folder / f"{name}.py").write_text(OBJECTS + more)
+    places = ("spec_a.py:rain", "spec_a.py:snow", "spec_b.py:rain")
+    codes = [code_at(place) for place in places]
+    assert len({*codes}) == 3
+    assert codes[0].startswith("rain ")
+    assert code_at("spec_a:rain") == codes[0]
 
 
 @pytest.mark.parametrize(

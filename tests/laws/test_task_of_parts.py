@@ -285,9 +285,27 @@ class Mine(headwater.Task):
 """
 
 
-def test_a_file_s_task_of_parts_is_a_class(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [":Mine", ":mine"])
+def test_a_file_s_task_of_parts_is_a_class_or_an_object(tmp_path: Path, name: str) -> None:
     (tmp_path / "made.py").write_text(MADE)
-    headwater.simulate(f"{tmp_path}/made.py:Mine", clients=2, rounds=1, progress=False)
-    with pytest.raises(HeadwaterError) as found:
-        headwater.simulate(f"{tmp_path}/made.py:mine", clients=2, rounds=1, progress=False)
-    assert "super().__init__" in str(found.value.remedy)
+    run = headwater.simulate(f"{tmp_path}/made.py{name}", clients=2, rounds=1, progress=False)
+    assert isinstance(run.model, nn.Linear)
+
+
+@pytest.mark.slow
+def test_an_object_of_a_file_trains_under_masks_and_over_sockets(tmp_path: Path) -> None:
+    """Each device loads it by the file's name, and they agree on its code."""
+    (tmp_path / "made.py").write_text(MADE.partition("class Mine")[0])
+    run = headwater.simulate(
+        f"{tmp_path}/made.py",
+        clients=3,
+        rounds=1,
+        progress=False,
+        secure_aggregation="semi-honest",
+        accumulation_steps=1,
+        micro_batch_size=8,
+        out=tmp_path / "run",
+        settings={"simulation.engine": "grpc", "secure.min_members": 3},
+    )
+    assert run.history[0].num_clients == 3
+    assert isinstance(headwater.load_model(tmp_path / "run", f"{tmp_path}/made.py:mine"), nn.Linear)

@@ -10,8 +10,7 @@ from functools import cached_property
 from headwater.common.compression.planned_bytes import upload_bytes
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.secagg.terms import MaskingTerms
-from headwater.common.task import task_class_of
-from headwater.common.task_spec import code_of
+from headwater.common.task import task_code
 from headwater.common.wording import counted
 from headwater.server.planning.features import DraftPlans, PlanningFeature, Weights
 from headwater.server.planning.planner import Assigned
@@ -37,7 +36,7 @@ class MaskedPlans(PlanningFeature):
     @cached_property
     def _task(self) -> str | None:
         spec = self.settings.task
-        return None if spec is None else code_of(task_class_of(spec))
+        return None if spec is None else task_code(spec)
 
     def metrics(self, reports: Sequence[DeviceReport]) -> tuple[str, ...]:
         return _common_metrics(reports)
