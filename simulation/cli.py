@@ -213,16 +213,29 @@ def compare(
     context: typer.Context,
     config: Config = None,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--budget",
             metavar="X=N",
-            help="What each algorithm may use: rounds=N, bytes=N, examples=N or seconds=N.",
+            help="What each algorithm may use: rounds=N, bytes=N, examples=N or seconds=N. "
+            "[default: rounds=50, with --quick rounds=24]",
         ),
-    ] = "rounds=50",
+    ] = None,
     seeds: Annotated[
-        str, typer.Option("--seeds", metavar="0,1,2", help="The seeds of each algorithm.")
-    ] = "0,1,2",
+        str | None,
+        typer.Option(
+            "--seeds",
+            metavar="0,1,2",
+            help="The seeds of each algorithm. [default: 0,1,2, with --quick 0]",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Answer soon: three rates each, then runs of exact steps and of the best others.",
+        ),
+    ] = False,
     metric: Metric = None,
     target: Annotated[
         float | None,
@@ -254,7 +267,8 @@ def compare(
         config,
         overrides=given,
         budget=budget,
-        seeds=numbers(seeds),
+        seeds=None if seeds is None else numbers(seeds),
+        is_quick=quick,
         metric=metric,
         target=target,
         jobs=jobs or num_usable_cores(),

@@ -30,7 +30,7 @@ class Compared:
     flags: Mapping[str, str]
     """The flags of each way, by its name, with the rate that suited it."""
     folder: Path
-    """Where the runs, the plot and ``compare.json`` are."""
+    """Where the runs are, the plot, ``compare.json`` and the best settings, ``best.toml``."""
     record: Mapping[str, Any] = field(repr=False)
 
     @staticmethod
@@ -55,8 +55,9 @@ class Compared:
 def compare(
     task: str | Path,
     *,
-    budget: str = "rounds=50",
-    seeds: Sequence[int] = (0, 1, 2),
+    budget: str | None = None,
+    seeds: Sequence[int] | None = None,
+    quick: bool = False,
     metric: str | None = None,
     target: float | None = None,
     jobs: int | None = None,
@@ -81,8 +82,10 @@ def compare(
 
     Args:
         task: ``FILE.py:Class``, as for ``--task``: other processes load it.
-        budget: what each may use: ``rounds=N``, ``bytes=N``, ``examples=N`` or ``seconds=N``.
-        seeds: those of each.
+        budget: what each may use: ``rounds=N``, ``bytes=N``, ``examples=N`` or ``seconds=N``; not
+            given: 50 rounds, 24 of a quick comparison.
+        seeds: those of each; not given: 0, 1 and 2, or 0 of a quick one.
+        quick: answer soon: three rates each, and then runs of exact steps and of the best others.
         metric: the one to compare by; not given: test_accuracy, test_loss or loss.
         target: the value of the metric whose cost counts; not given: nearly the best.
         jobs: runs at a time; not given: the usable cores.
@@ -107,7 +110,7 @@ def compare(
             see ``headwater.common.errors``.
     """
     arguments = locals()  # nothing but the arguments so far
-    for name in ("budget", "seeds", "metric", "target", "jobs"):
+    for name in ("budget", "seeds", "quick", "metric", "target", "jobs"):
         del arguments[name]
     call = Call("compare", {**arguments, "out": None})
     if call.objects:
@@ -122,7 +125,8 @@ def compare(
                 call.file,
                 overrides=call.given,
                 budget=budget,
-                seeds=list(seeds),
+                seeds=None if seeds is None else list(seeds),
+                is_quick=quick,
                 metric=metric,
                 target=target,
                 jobs=jobs or num_usable_cores(),

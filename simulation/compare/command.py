@@ -9,7 +9,9 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+from headwater.common.errors import StateError
 from headwater.common.settings.sources import read_tree
+from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console, print_table, print_text, print_titled
 from headwater.common.system.printable import printable
 from headwater.common.task_spec import find_task_class
@@ -20,25 +22,30 @@ from headwater.simulation.compare.candidates import Shared
 from headwater.simulation.compare.comparison import Comparison, plan_comparison
 from headwater.simulation.compare.plot import draw_comparison
 from headwater.simulation.compare.record import write_record
-from headwater.simulation.compare.standing import derived_target
+from headwater.simulation.compare.standing import Standing, derived_target, ranked
 from headwater.simulation.compare.table import equal_table, search_line, target_table
 from headwater.simulation.sweep.execution import execute, locked
 from headwater.simulation.sweep.grid import SweepRun
 from headwater.simulation.sweep.results import LOSS
 
 DEFAULT_OUT = Path("runs") / "compare"
+SETTINGS = "best.toml"
+BUDGET, SEEDS = "rounds=50", (0, 1, 2)
+QUICK_BUDGET, QUICK_SEEDS = "rounds=24", (0,)
+"""Of a quick comparison, where none is given."""
 
 
 def run_comparison(
     config: Path | None,
     *,
     overrides: Mapping[str, Any],
-    budget: str,
-    seeds: Sequence[int],
+    budget: str | None,
+    seeds: Sequence[int] | None,
     metric: str | None,
     target: float | None,
     jobs: int,
     out: Path | None,
+    is_quick: bool = False,
 ) -> bool:
     """Execute the comparison's runs that are not done, and report on all.
 
@@ -52,10 +59,11 @@ def run_comparison(
     """
     comparison = plan_comparison(
         Shared(tree={} if config is None else read_tree(config), overrides=dict(overrides)),
-        seeds=seeds,
-        budget=parse_budget(budget),
+        seeds=seeds or (QUICK_SEEDS if is_quick else SEEDS),
+        budget=parse_budget(budget or (QUICK_BUDGET if is_quick else BUDGET)),
         metric=metric,
         folder=out or DEFAULT_OUT,
+        is_quick=is_quick,
     )
     first = comparison.first_run
     find_task_class(str(first.settings.task))  # an error in it comes before anything else
@@ -91,6 +99,7 @@ def report(comparison: Comparison, *, target: float | None) -> None:
         "record": write_record(
             comparison, standings, metric=metric, target=target, advice=advice, is_done=is_done
         ),
+        **_settings_file(comparison, standings, target),
         "plot": draw_comparison(comparison.folder, standings, metric=metric, target=target),
     }
     print_titled([("search", search_line(standings))])
@@ -104,8 +113,33 @@ def report(comparison: Comparison, *, target: float | None) -> None:
         )
     if not is_done:
         print_text("Not all runs are done: what is above may still change.")
+    if comparison.is_quick:
+        print_text(
+            f"--quick: {counted(len(comparison.seeds), 'seed')}, and only exact steps and the best "
+            "others after a short search. Without --quick the answer is firmer."
+        )
     if advice is not None:
+        print_text(f"headwater simulate --config {comparison.folder / SETTINGS}")
         print_text(advice)
+
+
+def _settings_file(
+    comparison: Comparison, standings: Sequence[Standing], target: float | None
+) -> dict[str, Path]:
+    """Write the settings of the algorithm that is advised; return the file, by its title.
+
+    Raises:
+        StateError: the folder cannot be written.
+    """
+    order = [] if target is None else ranked(standings, target, comparison.budget)
+    if not order:
+        return {}
+    path = comparison.folder / SETTINGS
+    try:
+        write_atomically(path, comparison.advised(order[0]).to_toml().encode())
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {error.strerror}") from error
+    return {"settings": path}
 
 
 def _print_plan(comparison: Comparison, first: SweepRun) -> None:
@@ -116,6 +150,11 @@ def _print_plan(comparison: Comparison, first: SweepRun) -> None:
         f"{comparison.budget}, {counted(len(comparison.seeds), 'seed')}, in {comparison.folder}",
         soft_wrap=True,
     )
+    rounds, words = comparison.num_expected_rounds, counted(comparison.num_expected, "run")
+    if rounds is not None:
+        words += f" of {counted(rounds, 'round')} in all"
+    quick = "" if comparison.is_quick else "; --quick takes far fewer"
+    console.print(f"{words}{quick}; how long follows when the first rounds are done")
 
 
 def _execute(comparison: Comparison, jobs: int) -> list[tuple[SweepRun, str]]:
@@ -131,5 +170,10 @@ def _execute(comparison: Comparison, jobs: int) -> list[tuple[SweepRun, str]]:
     first = fresh()
     if num_done:
         console.print(f"{counted(num_done, 'run')} done already")
-    expected = comparison.num_expected - num_done
-    return execute(first, jobs=jobs, more=fresh, num_expected=expected)
+    return execute(
+        first,
+        jobs=jobs,
+        more=fresh,
+        num_expected=comparison.num_expected - num_done,
+        num_expected_rounds=None if num_done else comparison.num_expected_rounds,
+    )

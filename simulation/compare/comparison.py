@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,12 +39,29 @@ class Comparison:
     metric: str | None
     """The metric that the user names; None: the first of test_accuracy, test_loss and loss."""
     folder: Path
+    is_quick: bool = False
+    """Whether no search goes beyond its first rates, and the worse half of the algorithms has no
+    runs after it."""
+
+    @property
+    def num_finalists(self) -> int:
+        """How many algorithms have a run for each seed."""
+        number = len(self.candidates)
+        return max(math.ceil(number / 2), min(number, 2)) if self.is_quick else number
 
     @property
     def num_expected(self) -> int:
         """The number of runs, if no search goes beyond its first rates."""
-        each = len(first_rates(1.0)) + len(self.seeds)
-        return len(self.candidates) * each
+        searches = len(self.candidates) * len(first_rates(1.0))
+        return searches + self.num_finalists * len(self.seeds)
+
+    @property
+    def num_expected_rounds(self) -> int | None:
+        """The rounds of these runs; None if they follow from what a round costs."""
+        if self.budget.resource != "rounds":
+            return None
+        searches = len(self.candidates) * len(first_rates(1.0)) * self.budget.search_rounds
+        return searches + self.num_finalists * len(self.seeds) * int(self.budget.amount)
 
     @property
     def first_run(self) -> SweepRun:
@@ -97,10 +115,18 @@ class Comparison:
             )
         return found
 
+    def advised(self, standing: Standing) -> Settings:
+        """Return the settings of a run of an algorithm that stands, in no folder."""
+        assert standing.rate is not None
+        rounds = len(standing.runs[0].values) if self.budget.resource != "rounds" else None
+        rounds = rounds or int(self.budget.amount)
+        run = self._run(standing.candidate, standing.rate, self.seeds[0], rounds)
+        return run.settings.model_copy(update={"out": None})
+
     def _due(self, candidate: Candidate) -> list[SweepRun]:
         searched, rate = self._search(candidate)
         missing = [run for run, result in searched if result is None]
-        if missing or rate is None:
+        if missing or rate is None or candidate.name not in self._finalists():
             return missing
         runs = self._runs(candidate, rate, searched)
         return [run for run in runs if read_result(run) is None]
@@ -115,10 +141,45 @@ class Comparison:
             if len(ended) < len(searched):
                 return searched, None
             scores = {rate: self._score(result) for rate, result in ended.items()}
-            rate = next_rate(scores)
+            rate = None if self.is_quick else next_rate(scores)
             if rate is None:
                 return searched, best_rate(scores)
             searched.append(self._search_run(candidate, rate))
+
+    def _finalists(self) -> list[str]:
+        """Return the names of the algorithms that have runs after their search.
+
+        Of a quick comparison these are exact steps and those with the best scores in the searches,
+        of as much of the budget's resource as all had spent; none before all searches are done.
+        """
+        if not self.is_quick:
+            return [one.name for one in self.candidates]
+        curves: dict[str, Trajectory] = {}
+        for candidate in self.candidates:
+            searched, rate = self._search(candidate)
+            if any(result is None for _, result in searched):
+                return []
+            best = [
+                result
+                for run, result in searched
+                if result is not None and run.point[candidate.rate_key] == rate
+            ]
+            metric = choose_metric(best, self.metric) if best else LOSS
+            for one in best:
+                curves[candidate.name] = _curve(one, metric)
+        resource = self.budget.resource
+        amount = min((one.total[resource] for one in curves.values()), default=0.0)
+
+        def key(name: str) -> float:
+            curve = curves[name]
+            pairs = zip(curve.values, curve.spent, strict=True)
+            paid = [value for value, cost in pairs if cost[resource] <= amount]
+            found = score(paid, is_smaller_better=curve.is_smaller_better)
+            return math.inf if found is None else -found
+
+        first = self.candidates[0].name  # exact steps, with which advice compares the rest
+        others = [name for name in sorted(curves, key=key) if name != first]
+        return [*(name for name in curves if name == first), *others][: self.num_finalists]
 
     def _search_run(self, candidate: Candidate, rate: float) -> tuple[SweepRun, Result | None]:
         # The seed is none of those that are compared: their results choose nothing.
@@ -165,6 +226,7 @@ def plan_comparison(
     budget: Budget,
     metric: str | None,
     folder: Path,
+    is_quick: bool = False,
 ) -> Comparison:
     """Return the comparison of the algorithms with these settings.
 
@@ -183,6 +245,7 @@ def plan_comparison(
         budget=budget,
         metric=metric,
         folder=folder,
+        is_quick=is_quick,
     )
 
 

@@ -47,7 +47,7 @@ def target_table(
         cells = []
         for resource in RESOURCES:
             cost = one.cost_to(target, resource)
-            text = _cost_text(resource, cost)
+            text = _cost_text(resource, cost) if one.runs or one.num_diverged else "-"
             if resource == budget.resource and cost is not None and len(one.runs) > 1:
                 text += f" ({_bare(resource, cost.low)} to {_bare(resource, cost.high)})"
             cells.append(text)

@@ -26,6 +26,8 @@ from headwater.simulation.sweep.pool import run_all
 from headwater.simulation.sweep.worker import RunProgress
 
 LOCK = "sweep.lock"
+MIN_SHARE, MIN_SECONDS = 0.02, 5.0
+"""Of the rounds and of the time, before it is said how long the rest takes."""
 
 
 @contextmanager
@@ -58,14 +60,16 @@ def execute(
     jobs: int,
     more: Callable[[], Sequence[SweepRun]] = tuple,
     num_expected: int = 0,
+    num_expected_rounds: int | None = None,
 ) -> list[tuple[SweepRun, str]]:
     """Execute the runs under a progress bar over all rounds; return each failed run and why.
 
     Each time that a run ends, ``more`` may return further runs. ``num_expected`` is how many runs
-    there will be in all, if that is more than ``runs``.
+    there will be in all, if that is more than ``runs``, and ``num_expected_rounds`` their rounds;
+    None: as many each as the runs that are known.
     """
     waiting = deque(runs)
-    state = _ExecutionDisplay(num_expected)
+    state = ExecutionDisplay(num_expected, num_expected_rounds)
     state.add(runs)
     with (
         LiveStatus(console, block=state.block, wait_line=state.line) as status,
@@ -85,17 +89,25 @@ def execute(
     return state.failed
 
 
-class _ExecutionDisplay:
+class ExecutionDisplay:
     """The progress of the runs, and its text."""
 
-    def __init__(self, num_expected: int) -> None:
+    def __init__(
+        self,
+        num_expected: int,
+        num_expected_rounds: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.failed: list[tuple[SweepRun, str]] = []
         self.num_ended = 0
         self._num_expected = num_expected
+        self._num_expected_rounds = num_expected_rounds or 0
         self._total = 0
         self._done: dict[Path, int] = {}
         self._last_line = ""
-        self._begin = time.monotonic()
+        self._clock = clock
+        self._begin = clock()
 
     def add(self, runs: Sequence[SweepRun]) -> None:
         """Add runs that are going to be executed."""
@@ -121,9 +133,7 @@ class _ExecutionDisplay:
         """Return the state in lines of ``width`` columns."""
         title = f"{self.num_ended} of {counted(self.num_runs, 'run')}"
         is_ascii = console.options.ascii_only
-        share_known = len(self._done) / max(self.num_runs, 1)
-        share = share_known * self._num_done / max(self._total, 1)
-        lines = head(title, share, [], width, is_ascii=is_ascii)
+        lines = head(title, self._share, [], width, is_ascii=is_ascii)
         return pack([*lines, *self._figures()], width)
 
     def line(self) -> str:
@@ -134,8 +144,26 @@ class _ExecutionDisplay:
     def _num_done(self) -> int:
         return sum(self._done.values())
 
+    @property
+    def _share(self) -> float:
+        """The share of all rounds that is done, by those that are known or expected."""
+        known = len(self._done) / max(self.num_runs, 1)
+        expected = max(self._total / known if known else 0.0, self._total)
+        if self._num_expected_rounds and known < 1:
+            expected = max(self._num_expected_rounds, self._total)
+        return self._num_done / max(expected, 1)
+
+    def left_seconds(self) -> float | None:
+        """Return how long the rest takes if it goes on like this; None before enough is done."""
+        share, passed = self._share, self._clock() - self._begin
+        if share < MIN_SHARE or passed < MIN_SECONDS:
+            return None
+        return passed * (1 - share) / share
+
     def _figures(self) -> list[str]:
-        passed = duration(float(round(time.monotonic() - self._begin)))
+        passed = duration(float(round(self._clock() - self._begin)))
+        if (left := self.left_seconds()) is not None and left >= 1:
+            passed += f", about {duration(float(round(left)))} left"
         is_known = len(self._done) == self.num_runs
         of = f" of {counted(self._total, 'round')}" if is_known else " rounds"
         return [f"{self._num_done:,}{of}", passed, self._last_line]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import headwater
 from headwater.common.errors import SettingsError
+from headwater.common.settings.sources import load
 from headwater.simulation.cli import app
 from headwater.simulation.compare.flags import CHOSEN
 from headwater.simulation.compare.record import RECORD
@@ -121,6 +122,8 @@ def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_
     assert record["is_done"]
     assert said.rstrip().endswith(record["advice"])
     assert record["advice"].startswith("Use --algorithm ")
+    assert f"headwater simulate --config {out}/best.toml" in said
+    assert load(out / "best.toml", {}).task == f"{tmp_path}/slow.py:Slow"
     assert (out / "compare.png").exists()
 
 
@@ -131,6 +134,23 @@ def test_a_call_refuses_what_the_command_refuses_and_objects_of_its_process() ->
         headwater.compare(TwoLayers, progress=False)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no keyword clints; did you mean clients"):
         headwater.compare("tests/tasks.py:TwoLayers", clints=3)
+
+
+@pytest.mark.slow
+def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_path: Path) -> None:
+    found = headwater.compare(
+        "tests/tasks.py:TwoLayers",
+        clients=2,
+        budget="rounds=2",
+        quick=True,
+        out=tmp_path,
+        settings={"plan.micro_batch_size": 4},
+        progress=False,
+    )
+    assert [len(one["runs"]) for one in found.record["algorithms"]].count(1) <= 4
+    assert found.record["seeds"] == [0]
+    run = headwater.simulate("tests/tasks.py:TwoLayers", settings=tmp_path / "best.toml")
+    assert len(run.history) == 2
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.sources import load
 from headwater.simulation.compare.budget import Budget
 from headwater.simulation.compare.candidates import Shared
 from headwater.simulation.compare.comparison import Comparison, plan_comparison
@@ -25,7 +27,12 @@ NAMES = [
 
 
 def comparison(
-    folder: Path, *, budget: Budget | None = None, tree: Any = None, **overrides: Any
+    folder: Path,
+    *,
+    budget: Budget | None = None,
+    tree: Any = None,
+    is_quick: bool = False,
+    **overrides: Any,
 ) -> Comparison:
     return plan_comparison(
         Shared(tree=tree or {}, overrides={"task": TASK, "simulation.clients": 4, **overrides}),
@@ -33,6 +40,7 @@ def comparison(
         budget=budget or Budget(resource="rounds", amount=9),
         metric=None,
         folder=folder,
+        is_quick=is_quick,
     )
 
 
@@ -132,6 +140,46 @@ def test_a_search_goes_on_where_the_best_rate_is_the_largest(tmp_path: Path) -> 
     exact = found.standings()[0]
     assert sorted(exact.tried) == [0.003, 0.01, 0.03, 0.1, 0.3]
     assert exact.rate == 0.3
+
+
+def test_a_quick_comparison_goes_on_with_the_better_half_after_all_searches(tmp_path: Path) -> None:
+    found = comparison(tmp_path, is_quick=True)
+    first = found.due()
+    assert len(first) == 3 * len(NAMES)
+    by_name = {name: first[3 * at : 3 * at + 3] for at, name in enumerate(NAMES)}
+    for place, runs in enumerate(by_name.values()):
+        assert {run.seed for run in found.due()} == {2}  # no run before all searches are done
+        for run in runs:  # the later the better, and the largest rate of each
+            end(run, 0.1 * place + rate_of(run) / 100)
+    due = found.due()
+    assert {run.seed for run in due} == {0, 1}
+    assert [run.point["local.algorithm"] for run in due[::2]] == [
+        *("exact", "client-momentum", "fedavgm", "diloco")
+    ]
+    for run in due:
+        end(run, nearness(run))
+    assert not found.due()
+    assert len(found.results()) == found.num_expected == 3 * 8 + 2 * 4
+    assert found.num_expected_rounds == 3 * 8 * 3 + 2 * 4 * 9
+    assert [bool(one.runs) for one in found.standings()] == [True] + [False] * 4 + [True] * 3
+
+
+def test_a_quick_comparison_has_two_that_stand_at_the_least(tmp_path: Path) -> None:
+    found = comparison(tmp_path, is_quick=True)
+    for number, finalists in ((1, 1), (2, 2), (3, 2), (5, 3), (8, 4)):
+        assert replace(found, candidates=found.candidates[:number]).num_finalists == finalists
+
+
+def test_the_advised_settings_are_those_of_the_run(tmp_path: Path) -> None:
+    found = comparison(tmp_path)
+    end_all(found, nearness)
+    for standing in found.standings():
+        settings = found.advised(standing)
+        assert settings.out is None
+        assert settings.rounds == 9
+        assert settings.local.algorithm == standing.candidate.point["local.algorithm"]
+    (tmp_path / "best.toml").write_text(settings.to_toml())
+    assert load(tmp_path / "best.toml", {}) == settings
 
 
 def test_an_algorithm_that_diverges_at_every_rate_has_no_runs_to_compare(tmp_path: Path) -> None:
