@@ -141,7 +141,7 @@ def test_what_a_device_tells_of_its_held_out_examples_is_not_believed_alone(
     lie: EvaluateReport, why: str
 ) -> None:
     weights = dict.fromkeys(["a", "b", "c", "liar"], 100)
-    found = on_devices([*HONEST, lie], round_number=1, most_weight=weights)
+    found = on_devices([*HONEST, lie], task=Signs(), round_number=1, most_weight=weights)
     assert found.metrics == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
     assert found.num_held_out_clients == 3
     assert found.not_evaluated["liar"].startswith(why)
@@ -153,7 +153,7 @@ def test_held_out_examples_count_up_to_what_a_device_owns(
     weights = {"a": 10, "b": 10, "c": 10, "liar": 30}
     with caplog.at_level(logging.WARNING):
         lie = evaluated("liar", 1.0, 1.0, weight=10**15)
-        found = on_devices([*HONEST, lie], round_number=1, most_weight=weights)
+        found = on_devices([*HONEST, lie], task=Signs(), round_number=1, most_weight=weights)
     assert found.metrics["held_out_accuracy"] == pytest.approx((0.5 * 30 + 1.0 * 30) / 60)
     assert "1 device told more held-out examples than examples in all" in caplog.text
 

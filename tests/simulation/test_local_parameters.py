@@ -121,7 +121,8 @@ def test_many_devices_in_one_pass_are_refused_or_computed_one_by_one(
     with pytest.raises(SettingsError, match=r"each device has parameters of its own"):
         simulate(chosen(None, simulation={"clients": 4, "compute": "fused"}))
     simulate(chosen(None, rounds=1, simulation={"clients": 34}))
-    assert "one by one: each device has parameters of its own (--local-parameters)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "one by one: each device has parameters of its own (--local-parameters)" in said
 
 
 def test_masks_hide_the_shared_part_and_leave_the_rest_on_the_devices(tmp_path: Path) -> None:
