@@ -33,7 +33,7 @@ from tests.python_tasks import SIGNS, Signs
 
 SMALL: dict[str, Any] = {"clients": 3, "rounds": 3, "accumulation_steps": 2, "micro_batch_size": 4}
 OWN = {"task", "settings", "observer", "resume", "progress", FLAGS}
-OF_COMPARISONS = {"budget", "seeds", "metric", "target", "jobs"}
+OF_COMPARISONS = {"budget", "seeds", "quick", "metric", "target", "jobs"}
 
 
 @pytest.fixture(autouse=True)
