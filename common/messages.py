@@ -254,10 +254,6 @@ class Plan(WireMessage):
     def max_windows(self) -> int:
         return max((one.max_windows for one in self.terms.values()), default=1)
 
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(one.tensor_bytes for one in self.terms.values())
-
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent."""
         return min((one.num_sent(num_values) for one in self.terms.values()), default=num_values)

@@ -22,8 +22,10 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, Update, WireMessage
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
+from headwater.common.terms import Terms
 from headwater.server.fleet import Answer, Dropout, Reply, Traffic
 from headwater.server.planning.cohort import ConnectedClients
+from headwater.server.planning.plan_table import PlanTable
 from headwater.simulation.compute.modes import StartPool, compute_of
 from headwater.simulation.engines.roster import FleetRoster
 from headwater.simulation.fleet.devices import (
@@ -175,8 +177,7 @@ class LocalFleet:
         is_whole = self._settings.compression.down == "off"
         model_bytes = len(plans) * image.layout.num_bytes
         self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
-        if self._has_tensors:
-            self._bytes_down += sum(plan.tensor_bytes for plan in plans.values())
+        self._bytes_down += sum(PlanTable.of(plans).of_each(_tensor_bytes))
         self._note(called.names, "computing")
         for answer in self._compute.train(
             called, image, run_id=self._run_id, timeout_seconds=timeout_seconds
@@ -202,17 +203,6 @@ class LocalFleet:
                 yield Dropout(name=answer.name, error=LateUpdate(text))
             else:
                 yield answer
-
-    @property
-    def _has_tensors(self) -> bool:
-        """Whether plans may bring more than the model. To look at each plan of many takes time."""
-        settings = self._settings
-        return (
-            settings.compression.up == "low-rank"
-            or settings.local.algorithm == "scaffold"
-            or settings.statistics.is_on
-            or settings.feature.name is not None
-        )
 
     def _note(self, names: Iterable[str], stage: Stage) -> None:
         if self._stages is not None:
@@ -333,6 +323,11 @@ class LocalFleet:
                 self._last_round = kept["last_round"]
             elif SAMPLER in kept:
                 self._devices.positions[int(key) - FIRST_NODE_ID] = read_sampler(kept[SAMPLER])
+
+
+def _tensor_bytes(terms: Mapping[str, Terms]) -> int:
+    """Return the bytes of tensors that a plan with these terms brings beside the model."""
+    return sum(one.tensor_bytes for one in terms.values())
 
 
 def _is_late(update: Update, timeout_seconds: float | None) -> bool:
