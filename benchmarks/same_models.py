@@ -79,6 +79,10 @@ SIMULATED = {
     "--accumulation-steps 2 --micro-batch-size 4 --optimizer adam --learning-rate 0.01",
     "FedProx": f"{DIGITS} --clients 6 --rounds 3 --algorithm fedprox --local-epochs 1 "
     "--local-batch-size 16 --learning-rate 0.1 --proximal 0.1",
+    "SCAFFOLD": f"{DIGITS} --clients 6 --cohort-size 4 --rounds 4 --algorithm scaffold "
+    "--local-steps 3 --accumulation-steps 2 --micro-batch-size 8",
+    "client momentum": f"{DIGITS} --clients 6 --cohort-size 4 --rounds 4 "
+    "--algorithm client-momentum --local-steps 3 --accumulation-steps 2 --micro-batch-size 8",
     "held out on devices": f"{ADAM} --clients 6 --rounds 4 --evaluate-on-devices",
     "engine grpc": f"{ADAM} --clients 3 --rounds 3 --engine grpc",
     "engine flower-ray": f"{ADAM} --clients 4 --rounds 2 --engine flower-ray "
