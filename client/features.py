@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work, carry_out
 from headwater.client.training.sampler import Window
-from headwater.client.training.spool import Spool
 from headwater.common.messages import EvaluateReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.model.parameters import ModelImage
@@ -22,6 +21,7 @@ from headwater.common.settings.schema import AlgorithmSettings, Settings
 if TYPE_CHECKING:
     from headwater.client.local_training.local_work import ClientAlgorithm
     from headwater.client.own_feature.own_round import OwnRound
+    from headwater.client.training.spool import Spool
 
 
 def features_of(

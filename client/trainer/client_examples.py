@@ -14,7 +14,6 @@ from headwater.common.additivity.opened_again import OTHER_SHARES, differs_again
 from headwater.common.additivity.trial_state import random_state
 from headwater.common.data.batches import SubsetView
 from headwater.common.data.client_datasets import ClientDatasets
-from headwater.common.data.columns import column_of
 from headwater.common.data.example_faults import whole_of
 from headwater.common.data.example_lengths import ExampleLengths, LengthRecord, length_record
 from headwater.common.errors import CountOutOfRange
@@ -39,6 +38,8 @@ def held_out_of(task: Task, examples: Examples, terms: HoldOut, *, name: str) ->
     """
     groups_E = None
     if terms.held_out.startswith(GROUP):
+        from headwater.common.data.columns import column_of
+
         groups_E = column_of(task, examples, terms.held_out.removeprefix(GROUP)).codes_E
     return held_out_positions(
         len(examples),

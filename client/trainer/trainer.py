@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
 
@@ -36,7 +36,6 @@ from headwater.client.training.context import NO_BATCHES, Identity, TrainingCont
 from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.round import Feature, Work, sum_round, update_of
 from headwater.client.training.sampler import SamplerState
-from headwater.client.training.spool import Spool
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import BuffersChanged
 from headwater.common.messages import (
@@ -52,6 +51,9 @@ from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, task_code, tell_round
+
+if TYPE_CHECKING:
+    from headwater.client.training.spool import Spool
 
 log = logging.getLogger(__name__)
 

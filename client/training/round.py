@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from headwater.client.memory.activation_checkpointing import is_on_in
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.gradient_pass import AddMicroBatch, add_micro_batch
 from headwater.client.training.sampler import Window
-from headwater.client.training.spool import Spool
 from headwater.client.training.stop_rules import StopRules
 from headwater.client.training.window import sum_window
 from headwater.client.training.window_sum import WindowSum, flat
@@ -27,6 +27,9 @@ from headwater.common.model.layout import changed
 from headwater.common.model.parameters import ModelImage
 from headwater.common.model.vectors import CHUNK, all_finite, saturate
 from headwater.common.task import tell_round
+
+if TYPE_CHECKING:
+    from headwater.client.training.spool import Spool
 
 
 class Feature:

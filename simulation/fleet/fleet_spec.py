@@ -12,7 +12,6 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.rounds import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
-from headwater.simulation.fleet.device_data import device_names
 from headwater.simulation.fleet.faults import (
     EVALUATE,
     NO_FAULTS,
@@ -171,6 +170,8 @@ def _with_data(settings: Settings, data: str | tuple[str, ...]) -> Settings:
     found = find_data(data, source="simulation.data (--data)", folder=Path())
     settings = _with(settings, data=found)
     if settings.partition.kind == "task":
+        from headwater.simulation.fleet.device_data import device_names
+
         device_names(found)  # raises an error if two are the same
         if len(found) == 1:
             source, remedy = f"--data names one path, {found[0]}, the data of 1 device", ONE_PATH

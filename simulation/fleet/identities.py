@@ -15,7 +15,6 @@ from pathlib import Path
 from headwater.client.training.context import Identity
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.settings.schema import Settings
-from headwater.simulation.fleet.device_data import device_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,8 @@ class Identities:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
+        from headwater.simulation.fleet.device_data import device_names
+
         return device_names(self.data)
 
     @cached_property

@@ -68,7 +68,7 @@ OUTER = (
 )
 
 LIMITS = {
-    "modules, simulation": 213,
+    "modules, simulation": 207,
     "modules, server": 150,
-    "modules, client": 146,
+    "modules, client": 143,
 }
