@@ -160,8 +160,8 @@ class ReportBatch(Sequence[UpdateReport], ABC):
         """The reports as columns."""
 
     @abstractmethod
-    def figures(self) -> dict[str, Sequence[Any]]:
-        """Return each figure of the updates' rows; see ``figures_of``."""
+    def figures(self) -> dict[str, Sequence[Any] | NDArray[Any]]:
+        """Return each figure of the updates' rows, numbers as arrays; see ``figures_of``."""
 
     @abstractmethod
     def noise(self, owned: Mapping[str, int]) -> Sequence[NoiseSums]:
@@ -183,7 +183,7 @@ class ReportBatch(Sequence[UpdateReport], ABC):
         return None
 
     @property
-    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+    def plain_steps(self) -> tuple[Ints, Floats, Floats] | None:
         """How many steps each update has, and the seconds and losses of all, one after another.
 
         None where steps have norms too: the reports themselves tell them.
@@ -224,21 +224,24 @@ class AcceptedReports(Mapping[str, UpdateReport]):
         """Those that came alone."""
         return [*self._alone.values()]
 
-    def figures(self, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+    def figures(self, names: Sequence[str]) -> Mapping[str, Sequence[Any] | NDArray[Any]]:
         """Return each figure of these clients' rows; see ``figures_of``."""
         rows = self._rows(names)
         if rows is None:
             return figures_of([self[name] for name in names])
         parts = [block.figures() for block in self.blocks]
-        joined = {
-            name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]
-        }
         order = rows.tolist()
-        return {name: list(map(column.__getitem__, order)) for name, column in joined.items()}
+        found: dict[str, Sequence[Any] | NDArray[Any]] = {}
+        for name, first in parts[0].items():
+            columns = [part[name] for part in parts]
+            if isinstance(first, np.ndarray):
+                found[name] = np.concatenate(columns)[rows]
+            else:
+                joined = list(chain.from_iterable(columns))
+                found[name] = list(map(joined.__getitem__, order))
+        return found
 
-    def plain_steps(
-        self, names: Sequence[str]
-    ) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+    def plain_steps(self, names: Sequence[str]) -> tuple[Ints, Floats, Floats] | None:
         """Return what the blocks tell of these clients' steps; see ``ReportBatch.plain_steps``.
 
         None if some came alone, or have more to tell.
@@ -251,7 +254,7 @@ class AcceptedReports(Mapping[str, UpdateReport]):
         )
         counts, starts = numbers[rows], (np.cumsum(numbers) - numbers)[rows]
         steps = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-        return counts.tolist(), seconds[steps].tolist(), losses[steps].tolist()
+        return counts, seconds[steps], losses[steps]
 
     def _rows(self, names: Sequence[str]) -> Ints | None:
         """Return where these clients are in the blocks, one behind the other; None: not all are."""
@@ -285,6 +288,13 @@ class AcceptedReports(Mapping[str, UpdateReport]):
 def mean_loss(loss_sum: float, weight: int) -> float:
     """Return an update's loss per unit of weight; NaN if all that it is made of weighs 0."""
     return loss_sum / weight if weight else math.nan
+
+
+def mean_losses(loss_sum: Floats, weight: Ints) -> Floats:
+    """Return the ``mean_loss`` of each of some updates."""
+    unknown = np.full(len(weight), np.nan)
+    means: Floats = np.divide(loss_sum, weight, out=unknown, where=weight != 0)
+    return means
 
 
 def figures_of(reports: Sequence[UpdateReport]) -> dict[str, Sequence[Any]]:

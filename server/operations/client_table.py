@@ -26,6 +26,7 @@ from safetensors.numpy import load, save
 
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
+from headwater.server.rounds.round_row import Figure
 
 LEVEL = 1  # of zlib: higher ones take several times as long and save a tenth
 MAX_BYTES = 1 << 29
@@ -53,7 +54,7 @@ class ClientTable(Sequence[Mapping[str, Any]]):
         self._texts = texts
 
     @staticmethod
-    def of(figures: Mapping[str, Sequence[Any]]) -> ClientTable:
+    def of(figures: Mapping[str, Figure]) -> ClientTable:
         """Return the table of ``headwater.server.rounds.round_row.ClientRows.columns``."""
         columns: dict[str, Column] = {}
         texts: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.server.report.round_points import Point, Row, field_of, finite
-from headwater.server.rounds.round_row import ClientRows
+from headwater.server.rounds.round_row import ClientRows, plain_list
 
 # The field of a client's row for each figure; a masked client's row has those of its plan.
 PLAIN = {
@@ -90,4 +90,4 @@ def _of_rows(rows: Sequence[Any], fields: Mapping[str, str]) -> dict[str, list[A
 def _of_reports(rows: ClientRows) -> dict[str, list[Any]]:
     """Return what ``_of_rows`` would, without making a row with all its steps for each client."""
     figures = rows.figures()
-    return {name: [*figures[field]] for name, field in PLAIN.items()}
+    return {name: plain_list(figures[field]) for name, field in PLAIN.items()}

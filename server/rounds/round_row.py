@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
 from headwater.common.stats.gradient_noise import estimates_after_steps
 from headwater.server.aggregation.round_reports import AcceptedReports, mean_loss
@@ -177,7 +180,7 @@ class RoundRow:
 
     def _told(self, name: str) -> Sequence[Any]:
         if isinstance(self.clients, ClientRows):
-            return self.clients.told[name]
+            return plain_list(self.clients.told[name])
         return [getattr(row, name) for row in self.clients]
 
     def figures(self) -> dict[str, float]:
@@ -224,6 +227,10 @@ def client_row(report: UpdateReport, *, plan_reason: str, moves_model: bool = Fa
     )
 
 
+Figure = Sequence[Any] | NDArray[Any]
+"""One figure of all clients: an array if they came as columns."""
+
+
 class ClientRows(Sequence[ClientRow]):
     """The rows of a round's clients; each is made when it is read, as often none is."""
 
@@ -231,7 +238,7 @@ class ClientRows(Sequence[ClientRow]):
         self.names = [name for name in plans if name in accepted]
         self.plans = plans
         self._accepted = accepted
-        self._told: dict[str, Sequence[Any]] | None = None
+        self._told: Mapping[str, Figure] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -246,29 +253,29 @@ class ClientRows(Sequence[ClientRow]):
         return self._row(self.names[at])
 
     @property
-    def told(self) -> Mapping[str, Sequence[Any]]:
+    def told(self) -> Mapping[str, Figure]:
         """Each figure of all clients but those of their plans and their steps."""
         if self._told is None:
             self._told = self._accepted.figures(self.names)
         return self._told
 
-    def columns(self) -> dict[str, Sequence[Any]]:
+    def columns(self) -> dict[str, Figure]:
         """Return each figure of all clients, without making their rows.
 
         The steps' figures are lists of all clients' steps, ``num_steps`` of each.
         """
         return self.figures() | self._steps()
 
-    def figures(self) -> dict[str, Sequence[Any]]:
+    def figures(self) -> dict[str, Figure]:
         """Return each figure of all clients but those of their steps."""
         plans = PlanTable.of(self.plans)
         return {**self.told, "plan": list(map(plans.reason, self.names))}
 
-    def _steps(self) -> dict[str, Sequence[Any]]:
+    def _steps(self) -> dict[str, Figure]:
         plain = self._accepted.plain_steps(self.names)
         if plain is not None:
             numbers, seconds, losses = plain
-            none = [None] * len(seconds)
+            none = np.full(len(seconds), np.nan)
             return {
                 "num_steps": numbers,
                 "step_seconds": seconds,
@@ -285,6 +292,11 @@ class ClientRows(Sequence[ClientRow]):
         plan = self.plans[name]
         report = self._accepted[name]
         return client_row(report, plan_reason=plan.reason, moves_model=plan.moves_model)
+
+
+def plain_list(figure: Figure) -> list[Any]:
+    """Return one figure of all clients as Python has it."""
+    return figure.tolist() if isinstance(figure, np.ndarray) else [*figure]
 
 
 def column_of(clients: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:

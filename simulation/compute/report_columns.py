@@ -23,7 +23,7 @@ from headwater.server.aggregation.round_reports import (
     ReportBatch,
     ReportColumns,
     in_all,
-    mean_loss,
+    mean_losses,
 )
 from headwater.server.planning.noise_scale import total
 from headwater.simulation.compute.device_sums import DeviceSums, JointSums, StepSums
@@ -112,26 +112,25 @@ class CohortReports(ReportBatch):
         )
 
     @cached_property
-    def peak_bytes(self) -> Sequence[int]:
+    def peak_bytes(self) -> Ints:
         """The largest memory of each device's steps."""
         planned = self.planned
         firsts = np.cumsum(planned.num_steps) - planned.num_steps
-        peaks: list[int] = np.maximum.reduceat(planned.peak_bytes, firsts).tolist()
+        peaks: Ints = np.maximum.reduceat(planned.peak_bytes, firsts)
         return peaks
 
-    def figures(self) -> dict[str, Sequence[Any]]:
+    def figures(self) -> dict[str, Sequence[Any] | NDArray[Any]]:
         """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
-        columns, none = self.columns, [0] * len(self)
-        weights = columns.sent_weight.tolist()
+        columns, none = self.columns, np.zeros(len(self), dtype=np.int64)
         return {
             "name": columns.names,
-            "accumulation_steps": columns.num_steps.tolist(),
-            "micro_batch_size": self.planned.micro_batch_size.tolist(),
-            "num_examples": columns.num_examples.tolist(),
-            "num_refused": columns.num_refused,
-            "weight": weights,
-            "seconds": columns.seconds.tolist(),
-            "loss": list(map(mean_loss, columns.loss_sum.tolist(), weights)),
+            "accumulation_steps": columns.num_steps,
+            "micro_batch_size": self.planned.micro_batch_size,
+            "num_examples": columns.num_examples,
+            "num_refused": none,  # devices with bad examples are computed alone
+            "weight": columns.sent_weight,
+            "seconds": columns.seconds,
+            "loss": mean_losses(columns.loss_sum, columns.sent_weight),
             "peak_bytes": self.peak_bytes,
             "reason": self.planned.reasons,
             "num_joined": none,
@@ -183,14 +182,14 @@ class CohortReports(ReportBatch):
         return planned.num_steps, planned.sizes, planned.step_seconds
 
     @property
-    def plain_steps(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]] | None:
+    def plain_steps(self) -> tuple[Ints, Floats, Floats] | None:
         """See ``headwater.server.aggregation.round_reports.ReportBatch``."""
         if self.norms is not None:
             return None
         weights, losses = self.sums.of_steps
         means = np.divide(losses, weights, out=np.zeros(len(losses)), where=weights != 0)
         planned = self.planned
-        return planned.num_steps.tolist(), planned.step_seconds.tolist(), means.tolist()
+        return planned.num_steps, planned.step_seconds, means
 
     @property
     def is_not_finite(self) -> NDArray[np.bool_]:

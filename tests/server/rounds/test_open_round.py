@@ -132,7 +132,7 @@ class Reports(ReportBatch):
     def columns(self) -> ReportColumns:
         return ReportColumns.of(*self._reports)
 
-    def figures(self) -> dict[str, Sequence[Any]]:
+    def figures(self) -> dict[str, Any]:
         return figures_of(self._reports)
 
     @property
