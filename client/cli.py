@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import click
 import typer
 
 from headwater.client import commands
@@ -68,6 +69,114 @@ def identity(context: typer.Context, config: Config = None) -> None:
     Try it: headwater-client identity --identity pi.key --name pi >> allow-list
     """
     commands.show_identity(read_settings(context, config))
+
+
+ReleasedModel = Annotated[
+    Path,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="The model: its file, a run's folder, or one that adapt wrote.",
+    ),
+]
+
+
+@app.command(cls=SettingsCommand)
+def adapt(
+    context: typer.Context,
+    model: ReleasedModel,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the better model.")],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PATTERNS",
+            help="Train these parameters alone, as in 'head.*'. May be repeated. [default: all]",
+        ),
+    ] = None,
+    local: Annotated[
+        Path | None,
+        typer.Option(
+            "--local",
+            metavar="FILE",
+            help="After --local-parameters: the file in which this device kept its own. "
+            "[default: the one in --state]",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="One of torch.optim.")
+    ] = "adamw",
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", "--lr", metavar="RATE", help="Its learning rate.")
+    ] = 1e-3,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="Epochs at most.")] = 20,
+    patience: Annotated[
+        int,
+        typer.Option(
+            "--patience", metavar="N", help="End after so many epochs without a better loss."
+        ),
+    ] = 3,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", help="Examples of a step.")
+    ] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Config = None,
+    log_format: LogFormat = None,
+    verbose: Verbose = False,
+) -> None:
+    r"""Fine-tune a released model on this device's own data, and keep the better of the two.
+
+    Nothing is sent. Both models are tested on examples that the run held out on this device, so
+    give its name and data as in the run. Ctrl-C ends the training, and the best so far is tested.
+
+    Try it: headwater-client adapt --model model.safetensors --name pi \
+        --task my_task.py:MyTask --data my_rows.csv --out mine
+    """
+    training = {
+        "only": ",".join(only) if only else None,
+        "optimizer": optimizer,
+        "learning_rate": learning_rate,
+        "epochs": epochs,
+        "patience": patience,
+        "batch_size": batch_size,
+    }
+    # With --json the result is alone on the standard output.
+    chosen = "json" if as_json else log_format
+    settings = read_settings(context, config, verbose=verbose, log_format=chosen)
+    commands.adapt(settings, training, model=model, out=out, local=local, as_json=as_json)
+
+
+@app.command(cls=SettingsCommand)
+def predict(
+    context: typer.Context,
+    model: ReleasedModel,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File to write. [default: standard output]"),
+    ] = None,
+    form: Annotated[
+        Literal["csv", "jsonl"] | None,
+        typer.Option(
+            "--format",
+            click_type=click.Choice(["csv", "jsonl"]),
+            metavar="csv|jsonl",
+            help="Rows with commas, or a JSON object a line. [default: by the file's name, or csv]",
+        ),
+    ] = None,
+    config: Config = None,
+    log_format: LogFormat = None,
+    verbose: Verbose = False,
+) -> None:
+    r"""Write what a model predicts of each example of this device's data.
+
+    The task says what that is, in predict(model, batch) or predictions(model, batch). Nothing is
+    sent.
+
+    Try it: headwater-client predict --model mine --out predictions.csv \
+        --task my_task.py:MyTask --data new_rows.csv
+    """
+    settings = read_settings(context, config, verbose=verbose, log_format=log_format)
+    commands.predict(settings, model=model, out=out, form=form)
 
 
 @app.command(cls=PlainCommand, context_settings={"allow_extra_args": True})

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -158,18 +158,38 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
         OutOfMemory: the task's model does not fit in the device's memory.
         HeadwaterError: see ``run_trainer``.
     """
+    from headwater.client.device.hardware import this_machine
+    from headwater.client.trainer.run_trainer import run_trainer
+
+    _begin(settings)
+    identity = _identity(settings)
+    trainer = run_trainer(settings)
+    trainer.machine = this_machine(identity, settings, trainer.image.layout)
+    return trainer, identity
+
+
+def _begin(settings: Settings) -> None:
+    """Set torch's threads."""
     import torch
 
-    from headwater.client.device.hardware import ThisMachine, this_machine
-    from headwater.client.device.host_name import host_name
-    from headwater.client.trainer.run_trainer import run_trainer
-    from headwater.client.training.context import Identity
-    from headwater.common.errors import SettingsError
+    from headwater.client.device.hardware import ThisMachine
     from headwater.common.system.heap import use_one_heap
-    from headwater.common.task import check_data_exists
 
     use_one_heap()  # before the thread that trains begins
     torch.set_num_threads(settings.threads or max(int(ThisMachine().cores()), 1))
+
+
+def _identity(settings: Settings) -> Identity:
+    """Return which device this is, and which examples are its own.
+
+    Raises:
+        MissingData, SettingsError: there is no such path, or no such part.
+    """
+    from headwater.client.device.host_name import host_name
+    from headwater.client.training.context import Identity
+    from headwater.common.errors import SettingsError
+    from headwater.common.task import check_data_exists
+
     device = settings.client
     check_data_exists(device.data)
     if device.part >= device.num_parts:
@@ -178,16 +198,52 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
             f"found {device.part}",
             remedy="number the devices' parts from 0",
         )
-    identity = Identity(
+    return Identity(
         name=device.name or host_name(),
         data=device.data,
         part=device.part,
         num_parts=device.num_parts,
         rule=settings.partition.rule(seed=settings.seed),
     )
-    trainer = run_trainer(settings)
-    trainer.machine = this_machine(identity, settings, trainer.image.layout)
-    return trainer, identity
+
+
+def adapt(
+    settings: Settings,
+    training: Mapping[str, Any],
+    *,
+    model: Path,
+    out: Path,
+    local: Path | None,
+    as_json: bool,
+) -> None:
+    """Fine-tune a released model on this device's data; ``training`` is a ``FineTuning``.
+
+    Raises:
+        HeadwaterError: see ``client.adaptation.command.show_adaptation``.
+    """
+    _check_room_for_torch(settings)
+    from headwater.client.adaptation.command import show_adaptation
+    from headwater.client.adaptation.fine_tuning import FineTuning
+
+    _begin(settings)
+    chosen = FineTuning(seed=settings.seed, **training)
+    identity = _identity(settings)
+    show_adaptation(settings, identity, chosen, model=model, out=out, local=local, as_json=as_json)
+
+
+def predict(
+    settings: Settings, *, model: Path, out: Path | None, form: Literal["csv", "jsonl"] | None
+) -> None:
+    """Write what the task predicts of this device's data.
+
+    Raises:
+        HeadwaterError: see ``client.adaptation.command.write_predictions``.
+    """
+    _check_room_for_torch(settings)
+    from headwater.client.adaptation.command import write_predictions
+
+    _begin(settings)
+    write_predictions(settings, _identity(settings), model=model, out=out, form=form)
 
 
 def take_part(settings: Settings) -> None:

@@ -129,6 +129,9 @@ class EmptyDataset(SettingsError):
     """The device has no example to train on."""
     is_private = True
     remedy = "check --data: the task found no example there"
+class TooFewExamples(SettingsError):
+    """The device has too few examples to fine-tune a model and to test it."""
+    remedy = "use the common model as it is, or collect more examples"
 class MissingColumn(SettingsError):
     """The examples do not have the labels, or the column, that a partition needs."""
     is_private = True  # the message quotes the task's own exception

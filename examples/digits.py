@@ -48,6 +48,10 @@ class Digits:
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         return loss, len(labels), {"accuracy": (logits.argmax(1) == labels).sum()}
 
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        probability, digit = model(batch[0]).softmax(1).max(1)
+        return {"digit": digit, "probability": probability}
+
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return images scaled to 0..1, labels, and a seeded shuffle of their positions."""

@@ -17,6 +17,8 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headwater.client.adaptation.adapt import Adapted
+    from headwater.client.adaptation.api import adapt
     from headwater.client.api import take_part
     from headwater.client.flower.gradient_sum import GradientSum
     from headwater.client.flower.model_difference import ModelDifference
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Adapted",
     "Calibration",
     "Compared",
     "ConfusionMatrix",
@@ -65,6 +68,7 @@ __all__ = [
     "Terms",
     "Values",
     "__version__",
+    "adapt",
     "chunked_cross_entropy",
     "compare",
     "evaluate",
@@ -76,6 +80,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Adapted": "headwater.client.adaptation.adapt",
     "Calibration": "headwater.common.evaluation.kinds",
     "Compared": "headwater.simulation.compare.api",
     "ConfusionMatrix": "headwater.common.evaluation.kinds",
@@ -98,6 +103,7 @@ _MODULES = {
     "Task": "headwater.common.task_of_parts.task_of_parts",
     "Terms": "headwater.common.terms",
     "Values": "headwater.common.sums.tensor_field",
+    "adapt": "headwater.client.adaptation.api",
     "chunked_cross_entropy": "headwater.common.model.chunked_cross_entropy",
     "compare": "headwater.simulation.compare.api",
     "evaluate": "headwater.server.evaluation_api",

@@ -18,6 +18,7 @@ from headwater.common.settings.weekly_hours import weekly
 # flag of the client, so that its command line can be examined as it is.
 RUNS = "server simulate"
 DEVICE = "client check doctor"
+OWNER = "adapt predict"  # what an owner does with a released model
 ALL = f"{RUNS} {DEVICE}"
 
 # The headings of --help-all, in this order.

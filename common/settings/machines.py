@@ -11,6 +11,7 @@ from pydantic import ValidationInfo, field_validator
 from headwater.common.bundled_examples import expanded
 from headwater.common.settings.fields import (
     DEVICE,
+    OWNER,
     RUN,
     Address,
     Addresses,
@@ -113,11 +114,20 @@ class ClientSettings(Branch):
         short=True,
     )
     name: Name | None = setting(
-        None, "the device's unique name; not set: the host's", on=f"{DEVICE} identity", short=True
+        None,
+        "the device's unique name; not set: the host's",
+        on=f"{DEVICE} identity adapt",
+        short=True,
     )
-    data: Path | None = setting(None, "this device's own file or folder of examples", short=True)
-    part: int = setting(0, "this device's part of bundled data, from 0", ge=0, short=True)
-    num_parts: Count = setting(1, "parts that the task splits bundled data into", short=True)
+    data: Path | None = setting(
+        None, "this device's own file or folder of examples", on=f"{DEVICE} {OWNER}", short=True
+    )
+    part: int = setting(
+        0, "this device's part of bundled data, from 0", on=f"{DEVICE} {OWNER}", ge=0, short=True
+    )
+    num_parts: Count = setting(
+        1, "parts that the task splits bundled data into", on=f"{DEVICE} {OWNER}", short=True
+    )
     tasks: Pairs | None = setting(
         None,
         "another task that is installed on this device, by the name of its class, as "
@@ -130,13 +140,16 @@ class ClientSettings(Branch):
         "--also-data",
     )
     state: Folder | None = setting(
-        None, "folder for the device's position in its examples; not set: ~/.local/state/headwater"
+        None,
+        "folder for the device's position in its examples; not set: ~/.local/state/headwater",
+        on=f"{DEVICE} adapt",
     )
     memory_limit_bytes: Bytes | None = setting(
         None,
         "use no more memory, as in 4GB; not set: what machine and cgroup allow",
         "--memory-limit",
         alias="--memory",
+        on=f"{DEVICE} {OWNER}",
         short=True,
     )
     spool: Folder | None = setting(

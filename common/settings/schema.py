@@ -22,6 +22,7 @@ from headwater.common.settings.fields import (
     ALL,
     DEVICE,
     DEVICE_PANEL,
+    OWNER,
     PANELS,
     PLAN,
     PRIVACY,
@@ -108,14 +109,14 @@ class Settings(Branch):
         None,
         "your task: FILE.py:Class or package.module:Class; the simulator without one trains the "
         "bundled digits",
-        on=f"{ALL} sweep",
+        on=f"{ALL} sweep {OWNER}",
         panel=TASK,
         short=True,
     )
     seed: int = setting(
         0,
         "seed of the initial model, the partition, the order of examples and the cohorts",
-        on=ALL,
+        on=f"{ALL} {OWNER}",
         panel=TRAINING,
         ge=0,
         le=2**53,
@@ -125,7 +126,7 @@ class Settings(Branch):
         None,
         "threads of torch; equal numbers give equal bits; not set: 1 in the simulator, all usable "
         "cores elsewhere",
-        on=ALL,
+        on=f"{ALL} {OWNER}",
         panel=RUN,
     )
     out: Folder | None = setting(
@@ -191,7 +192,7 @@ class Settings(Branch):
     server: ServerSettings = branch(ServerSettings, SERVER, on="server")
     standby: StandbySettings = branch(StandbySettings, SERVER, on="server")
     client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
-    partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE}")
+    partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE} {OWNER}")
     simulation: SimulationSettings = branch(SimulationSettings, SIMULATION, on="simulate")
 
     @model_validator(mode="after")

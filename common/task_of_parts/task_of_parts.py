@@ -114,6 +114,12 @@ class TaskOfParts:
         """Return the metrics of all examples, of which ``loss_sum`` gave these sums."""
         return {name: metric.value(sums, weight) for name, metric in self._metrics.items()}
 
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs; of a loss of classes the class of the largest."""
+        *inputs, _ = batch
+        outputs = model(*inputs)
+        return outputs.argmax(1) if self._loss.is_of_classes else outputs
+
     @cached_property
     def max_weight_per_example(self) -> float:
         """The most that an example weighs, by the first one's target."""

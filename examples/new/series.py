@@ -74,6 +74,12 @@ class Series:
         # The loss is of scaled values, the error in their own unit.
         return missed.square().sum(), len(next_B), {"mae": missed.abs().sum() * (high - low) / 2}
 
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return what `headwater client predict` writes of each value: the one that is expected."""
+        low, high = VALUE_RANGE
+        expected: Tensor = (model(batch[0]) * (high - low) + low + high) / 2
+        return expected
+
 
 def _read(path: Path) -> Tensor:
     """Read the values of a CSV file with a header row, scaled; a gap takes the value before it.

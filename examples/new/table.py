@@ -65,6 +65,15 @@ class Table:
         # The loss is of scaled labels, the error in their own unit.
         return missed.square().sum(), len(labels), {"mae": missed.abs().sum() * (high - low) / 2}
 
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, object]:
+        """Return what `headwater client predict` writes of each row."""
+        outputs = model(batch[0])
+        if CLASSES:
+            probability, number = outputs.softmax(1).max(1)
+            return {"prediction": [CLASSES[at] for at in number], "probability": probability}
+        low, high = LABEL_RANGE
+        return {"prediction": (outputs[:, 0] * (high - low) + low + high) / 2}
+
 
 def _read(path: Path) -> TensorDataset:
     """Read a CSV file with a header row; other columns, and their order, do not matter.

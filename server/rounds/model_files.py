@@ -34,6 +34,7 @@ RECORDED: dict[str, Any] = {
     **dict.fromkeys(("compression", "asynchronous"), True),
     "cohort": {"size", "weighting"},
     "secure": {"aggregation", "ring_bits"},
+    "evaluation": {"on_devices", "held_out_fraction", "held_out"},
 }
 
 
@@ -106,7 +107,10 @@ def recorded_settings(settings: Settings) -> dict[str, Any]:
     An optimizer or a client algorithm of the user's own keeps its name, which may hold a path.
     """
     chosen = settings.model_copy(update={"optimizer": settings.server_optimizer})
-    return _without_paths(chosen.model_dump(include=RECORDED, exclude_none=True))
+    tree = chosen.model_dump(include=RECORDED, exclude_none=True)
+    if not settings.evaluation.on_devices:  # no device held examples out
+        del tree["evaluation"]
+    return _without_paths(tree)
 
 
 def _without_paths(tree: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "energy": ("client/energy/",),
     "own_feature": ("common/own_feature/", "client/own_feature/", "server/own_feature/"),
     "evaluation": ("common/evaluation/", "client/evaluation/", "server/evaluation/"),
+    "adaptation": ("client/adaptation/",),
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }
 

@@ -45,6 +45,9 @@ MUST_NOT_IMPORT = {
         *("client/secagg", "client/flower", "client/transport", "client/operations"),
     ),
     "client/secagg": ("client/flower", "client/transport"),
+    "client/adaptation": (
+        *("client", "client/secagg", "client/flower", "client/transport", "client/operations"),
+    ),
     "simulation/fleet": ("simulation/compute", "simulation/engines", "simulation/cluster"),
     "simulation/compute": ("simulation/engines",),
     "simulation/vectorised": ("simulation/compute", "simulation/engines", "simulation/cluster"),

@@ -44,6 +44,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "local_state": ("--algorithm", "scaffold"),
     "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
+    "adaptation": (),
     "statistics": ("--statistics",),
     "evaluation": ("--test-model", "out"),
 }

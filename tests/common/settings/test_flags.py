@@ -34,6 +34,8 @@ COMMANDS = {
     "check": (client_cli.app, ["check"]),
     "doctor": (client_cli.app, ["doctor"]),
     "identity": (client_cli.app, ["identity"]),
+    "adapt": (client_cli.app, ["adapt"]),
+    "predict": (client_cli.app, ["predict"]),
     "simulate": (simulation_cli.app, []),
     "sweep": (simulation_cli.app, ["sweep"]),
 }

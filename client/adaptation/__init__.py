@@ -1,0 +1,1 @@
+"""Fine-tunes a released model on the owner's own data, and predicts with it: nothing is sent."""
