@@ -51,8 +51,9 @@ class Task(Protocol):
     ``metrics_from_sums(sums, weight) -> Mapping[str, float]``, the metrics that are shown where
     they are no sums per weight, ``set_round(number)``, which is called before the loss is computed
     for a round, from 1, ``columns(examples) -> Mapping[str, Sequence]``, for partitions
-    (``common.data.columns``), and ``lengths(examples) -> Sequence[int]``, where a batch is padded
-    (``common.data.example_lengths``).
+    (``common.data.columns``), ``lengths(examples) -> Sequence[int]``, where a batch is padded
+    (``common.data.example_lengths``), and ``predict(model, batch)``, a value for each example or a
+    dict of such columns (``client.adaptation.predictions``).
     """
 
     def new_model(self) -> nn.Module:

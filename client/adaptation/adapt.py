@@ -38,6 +38,8 @@ from headwater.common.user_code import running
 class Adapted:
     """The result: the better model, and how both did on the held-out examples."""
 
+    name: str
+    """The device's."""
     model: nn.Module
     """The better one, in evaluation mode."""
     is_adapted: bool
@@ -62,6 +64,7 @@ class Adapted:
                 "kept": "fine-tuned" if self.is_adapted else "common",
                 **asdict(self.found),
                 "is_within_chance": self.found.is_within_chance,
+                "name": self.name,
                 "is_held_out_by_run": self.is_held_out_by_run,
                 "num_trained": self.num_trained,
                 "num_unusable": self.num_unusable,
@@ -105,9 +108,9 @@ def adapt_model(
     chosen.check()
     task, model = start.task, start.module
     parameters = chosen_parameters(model, chosen.only)
+    data = split_data(task, examples, start.record, name=name, seed=chosen.seed)
     if out is not None:
         prepare_folder(out, start.file)
-    data = split_data(task, examples, start.record, name=name, seed=chosen.seed)
     whole = SubsetView(examples, np.arange(len(examples)))
     with running("the test of the common model"):
         faults = evaluate_sums(task, model, whole, chosen.batch_size).faults
@@ -123,6 +126,7 @@ def adapt_model(
     if not is_adapted:
         put(parameters, before)
     adapted = Adapted(
+        name=name,
         model=model,
         is_adapted=is_adapted,
         found=found,

@@ -107,7 +107,10 @@ def report_lines(adapted: Adapted) -> list[str]:
     else:
         lines.append(f"The difference is beyond chance: 95 % interval {low:.4f} to {high:.4f}.")
     if adapted.is_held_out_by_run:
-        lines.append("The run held the same examples out: neither model was trained on them.")
+        lines.append(
+            f"The run held these out on the device {adapted.name}, if its data were the same: then "
+            "neither model was trained on them."
+        )
     else:
         lines.append(
             "The run held no examples out, or its file does not say so. They were split anew: "

@@ -30,10 +30,8 @@ MIN_UNITS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TestedSums:
+class UnitSums:
     """A model's sums on each of N units of examples."""
-
-    __test__ = False  # pytest, it is no test
 
     losses_N: Floats
     weights_N: Floats
@@ -65,7 +63,7 @@ class Comparison:
 
 def tested_sums(
     task: Task, model: nn.Module, examples: Examples, positions: Sequence[int]
-) -> TestedSums:
+) -> UnitSums:
     """Return a model's sums on each unit of the examples, in evaluation mode.
 
     Raises:
@@ -81,7 +79,7 @@ def tested_sums(
             losses.append(loss.item())
             weights.append(weight)
             metrics.append(found)
-    return TestedSums(
+    return UnitSums(
         losses_N=np.array(losses, dtype=np.float64),
         weights_N=np.array(weights, dtype=np.float64),
         metrics=metrics,
@@ -89,7 +87,7 @@ def tested_sums(
     )
 
 
-def compare(first: TestedSums, second: TestedSums) -> Comparison:
+def compare(first: UnitSums, second: UnitSums) -> Comparison:
     """Compare two models; a unit whose loss is not finite under one of them is left out for both.
 
     Raises:

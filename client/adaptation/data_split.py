@@ -72,14 +72,12 @@ def terms_of(record: ModelRecord) -> HeldOutTerms | None:
     Raises:
         SettingsError: the file says something else than what a run writes.
     """
-    told, seed = record.settings.get("evaluation"), record.settings.get("seed", 0)
+    told = record.settings.get("evaluation")
     if told is None:
         return None
     try:
         chosen = EvaluationSettings.model_validate(told)
-        if type(seed) is not int:
-            raise ValueError("the seed is no whole number")
-    except (ValidationError, ValueError) as error:
+    except ValidationError as error:
         raise SettingsError(
             f"the model's file says of held-out examples what no run writes: {error}",
             remedy="copy the file again from the run's folder",
@@ -87,21 +85,31 @@ def terms_of(record: ModelRecord) -> HeldOutTerms | None:
     if not chosen.on_devices:
         return None
     return HeldOutTerms(
-        run_seed=seed, held_out_fraction=chosen.held_out_fraction, held_out=chosen.held_out
+        run_seed=_seed_of(record),
+        held_out_fraction=chosen.held_out_fraction,
+        held_out=chosen.held_out,
     )
+
+
+def _seed_of(record: ModelRecord) -> int:
+    """Return the run's seed; 0 if the file does not say it."""
+    seed = record.settings.get("seed")
+    return seed if type(seed) is int else 0
 
 
 def split_data(
     task: Task, examples: Examples, record: ModelRecord, *, name: str, seed: int
 ) -> DataSplit:
-    """Split a device's examples: as its run did, or else by ``seed``.
+    """Split a device's examples; ``seed`` draws those that end the training, no others.
+
+    So a model that is fine-tuned again, by another seed, is tested on the same examples.
 
     Raises:
         TooFewExamples: there is not enough to train on or to test on.
         MissingColumn, SettingsError: see ``held_out_of`` and ``terms_of``.
     """
     of_run = terms_of(record)
-    terms = of_run or HeldOutTerms(run_seed=seed, held_out_fraction=OWN_SHARE)
+    terms = of_run or HeldOutTerms(run_seed=_seed_of(record), held_out_fraction=OWN_SHARE)
     held_out = held_out_of(task, examples, terms, name=name)
     rest = np.setdiff1d(np.arange(len(examples)), held_out)
     order = np.random.default_rng(seed_of("stop early", seed, name)).permutation(rest)

@@ -60,12 +60,17 @@ class FineTuning:
         Raises:
             SettingsError: one is out of range.
         """
-        least = {"epochs": self.epochs, "patience": self.patience, "batch size": self.batch_size}
+        least = {"epochs": self.epochs, "patience": self.patience, "batch-size": self.batch_size}
         for name, number in least.items():
             if number < 1:
-                raise SettingsError(f"{name}: expected 1 or more, found {number}")
+                raise SettingsError(
+                    f"--{name}: expected 1 or more, found {number}", remedy=f"give another --{name}"
+                )
         if not 0 < self.learning_rate < math.inf:
-            raise SettingsError(f"learning rate: expected above 0, found {self.learning_rate}")
+            raise SettingsError(
+                f"--learning-rate: expected a number above 0, found {self.learning_rate}",
+                remedy="give another --learning-rate, as in 0.001",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,12 @@ HELD_OUT = {"on_devices": True, "held_out_fraction": 0.25}
 
 
 def adapted(file: Path, task: Any, **given: Any) -> Adapted:
-    chosen: dict[str, Any] = {"name": NAME, "progress": False, "learning_rate": 0.05, "epochs": 6} | given
+    chosen: dict[str, Any] = {
+        "name": NAME,
+        "progress": False,
+        "learning_rate": 0.05,
+        "epochs": 6,
+    } | given
     return headwater.adapt(file, task, **chosen)
 
 
@@ -168,6 +173,18 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
         adapted(file, task, out=tmp_path / out, seed=3)
     first, second = ((tmp_path / out / MODEL).read_bytes() for out in ("first", "second"))
     assert first == second
+
+
+@pytest.mark.parametrize("held_out", [HELD_OUT, {}], ids=["of the run", "anew"])
+def test_another_seed_is_tested_on_the_same_examples(
+    held_out: dict[str, Any], tmp_path: Path
+) -> None:
+    """Otherwise a model that is tuned further would be tested on what it was trained on."""
+    task = Shifted()
+    file, _ = released(tmp_path, task, evaluation=held_out)
+    first, second = (adapted(file, task, seed=seed).found for seed in (1, 2))
+    assert first.loss == second.loss
+    assert first.other_loss != second.other_loss
 
 
 def test_folder_and_file_are_private_to_their_user(tmp_path: Path) -> None:
@@ -256,8 +273,9 @@ def test_too_few_examples_are_refused(number: int, fraction: float, tmp_path: Pa
     held_out = {"on_devices": True, "held_out_fraction": fraction}
     file, _ = released(tmp_path, task, evaluation=held_out)
     with pytest.raises(TooFewExamples, match="expected at least 5 and 2") as caught:
-        adapted(file, task)
+        adapted(file, task, out=tmp_path / "mine")
     assert "common model" in caught.value.remedy
+    assert not (tmp_path / "mine").exists()
 
 
 def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from headwater.client.adaptation.comparison import TestedSums, compare, t_quantile
+from headwater.client.adaptation.comparison import UnitSums, compare, t_quantile
 from headwater.common.errors import NoFiniteExample
 
 
-def sums(losses: list[float], weights: list[float] | None = None) -> TestedSums:
+def sums(losses: list[float], weights: list[float] | None = None) -> UnitSums:
     number = len(losses)
-    return TestedSums(
+    return UnitSums(
         losses_N=np.array(losses),
         weights_N=np.array(weights or [1.0] * number),
         metrics=[{"accuracy": 1.0}] * number,

@@ -39,6 +39,7 @@ COMMANDS = {
     "simulate": (simulation_cli.app, []),
     "sweep": (simulation_cli.app, ["sweep"]),
 }
+REQUIRED = {"adapt": ("--model", "m", "--out", "o"), "predict": ("--model", "m")}
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 VALUES: dict[type, str] = {int: "3", float: "0.5", bool: "", str: "x", Path: "x", dict: "a=1"}
@@ -62,7 +63,8 @@ def parsed(command: str, *words: str) -> dict[str, Any]:
     context: Context = group.make_context("headwater", [*path, *words])
     if path:
         assert isinstance(group, Group)
-        context = group.commands[path[0]].make_context(path[0], [*words], parent=context)
+        given = [*words, *REQUIRED.get(command, ())]
+        context = group.commands[path[0]].make_context(path[0], given, parent=context)
     return overrides(context)  # type: ignore[arg-type]
 
 
