@@ -81,6 +81,17 @@ ReleasedModel = Annotated[
 ]
 
 
+OwnParameters = Annotated[
+    Path | None,
+    typer.Option(
+        "--local",
+        metavar="FILE",
+        help="After --local-parameters: the file in which this device kept its own. "
+        "[default: the one in --state]",
+    ),
+]
+
+
 @app.command(cls=SettingsCommand)
 def adapt(
     context: typer.Context,
@@ -94,15 +105,7 @@ def adapt(
             help="Train these parameters alone, as in 'head.*'. May be repeated. [default: all]",
         ),
     ] = None,
-    local: Annotated[
-        Path | None,
-        typer.Option(
-            "--local",
-            metavar="FILE",
-            help="After --local-parameters: the file in which this device kept its own. "
-            "[default: the one in --state]",
-        ),
-    ] = None,
+    local: OwnParameters = None,
     optimizer: Annotated[
         str, typer.Option("--optimizer", metavar="NAME", help="One of torch.optim.")
     ] = "adamw",
@@ -140,9 +143,7 @@ def adapt(
         "patience": patience,
         "batch_size": batch_size,
     }
-    # With --json the result is alone on the standard output.
-    chosen = "json" if as_json else log_format
-    settings = read_settings(context, config, verbose=verbose, log_format=chosen)
+    settings = read_settings(context, config, verbose=verbose, log_format=log_format)
     commands.adapt(settings, training, model=model, out=out, local=local, as_json=as_json)
 
 
@@ -154,6 +155,7 @@ def predict(
         Path | None,
         typer.Option("--out", metavar="FILE", help="File to write. [default: standard output]"),
     ] = None,
+    local: OwnParameters = None,
     form: Annotated[
         Literal["csv", "jsonl"] | None,
         typer.Option(
@@ -176,7 +178,7 @@ def predict(
         --task my_task.py:MyTask --data new_rows.csv
     """
     settings = read_settings(context, config, verbose=verbose, log_format=log_format)
-    commands.predict(settings, model=model, out=out, form=form)
+    commands.predict(settings, model=model, out=out, local=local, form=form)
 
 
 @app.command(cls=PlainCommand, context_settings={"allow_extra_args": True})

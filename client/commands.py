@@ -232,7 +232,12 @@ def adapt(
 
 
 def predict(
-    settings: Settings, *, model: Path, out: Path | None, form: Literal["csv", "jsonl"] | None
+    settings: Settings,
+    *,
+    model: Path,
+    out: Path | None,
+    local: Path | None,
+    form: Literal["csv", "jsonl"] | None,
 ) -> None:
     """Write what the task predicts of this device's data.
 
@@ -243,7 +248,8 @@ def predict(
     from headwater.client.adaptation.command import write_predictions
 
     _begin(settings)
-    write_predictions(settings, _identity(settings), model=model, out=out, form=form)
+    identity = _identity(settings)
+    write_predictions(settings, identity, model=model, out=out, local=local, form=form)
 
 
 def take_part(settings: Settings) -> None:

@@ -121,7 +121,7 @@ def adapt_model(
     training = fine_tune(
         task, model, examples, data, chosen, should_stop=should_stop, on_step=on_step
     )
-    found = compare(common, tested_sums(task, model, examples, data.held_out))
+    found = compare(task, common, tested_sums(task, model, examples, data.held_out))
     is_adapted = found.difference > 0
     if not is_adapted:
         put(parameters, before)

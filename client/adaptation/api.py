@@ -16,11 +16,13 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.host_name import host_name
 from headwater.client.training.context import Identity
 from headwater.common.bundled_examples import expanded
+from headwater.common.errors import OutOfMemory
 from headwater.common.run_scope import forget_changed_modules
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.task import Task, check_data_exists
+from headwater.common.user_code import is_allocation_failure
 
 
 def adapt(
@@ -134,13 +136,23 @@ def adapt_here(
     examples = open_examples(start, identity)
     is_stopping = threading.Event()
     shown = show_progress(chosen.epochs) if shows_progress else nullcontext(lambda _: None)
-    with at_stop_signals(StopRequests(is_stopping.set)), machine.bounded(), shown as on_step:
-        return adapt_model(
-            start,
-            examples,
-            chosen,
-            name=identity.name,
-            out=out,
-            should_stop=is_stopping.is_set,
-            on_step=on_step,
-        )
+    try:
+        with at_stop_signals(StopRequests(is_stopping.set)), machine.bounded(), shown as on_step:
+            return adapt_model(
+                start,
+                examples,
+                chosen,
+                name=identity.name,
+                out=out,
+                should_stop=is_stopping.is_set,
+                on_step=on_step,
+            )
+    except Exception as error:
+        if is_allocation_failure(error.__cause__ or error):
+            raise OutOfMemory(
+                "the model, two copies of what trains in it, and the optimizer's state do not fit "
+                f"in the memory of the device: the limit is {machine.limits.lowest().origin}",
+                remedy="give the device more memory, train fewer parameters with --only, or choose "
+                "--optimizer sgd or a smaller --batch-size",
+            ) from error
+        raise

@@ -137,6 +137,7 @@ def write_predictions(
     *,
     model: Path,
     out: Path | None,
+    local: Path | None,
     form: Format | None,
 ) -> None:
     """Predict the examples, and write a row for each to a private file, or to standard output.
@@ -150,7 +151,7 @@ def write_predictions(
     start = start_model(
         model,
         settings.task,
-        local=None,
+        local=local,
         states=settings.client.state_folder,
         name=identity.name,
         limit=machine.limits.lowest,

@@ -18,7 +18,7 @@ from torch import nn
 
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import NoFiniteExample
-from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
+from headwater.common.task import Examples, Metrics, Task, loss_sum_alone, shown_metrics
 from headwater.common.user_code import running
 
 Floats = NDArray[np.float64]
@@ -87,15 +87,16 @@ def tested_sums(
     )
 
 
-def compare(first: UnitSums, second: UnitSums) -> Comparison:
+def compare(task: Task, first: UnitSums, second: UnitSums) -> Comparison:
     """Compare two models; a unit whose loss is not finite under one of them is left out for both.
 
     Raises:
         NoFiniteExample: no unit is left, or what is left has no weight.
+        TaskFailed, TaskError: the task makes no metrics of the sums.
     """
     is_usable_N = np.isfinite(first.losses_N) & np.isfinite(second.losses_N)
     weights_N = first.weights_N[is_usable_N]
-    weight = weights_N.sum()
+    weight = float(weights_N.sum())
     if not weight:
         raise NoFiniteExample("no held-out example has a finite loss under both models")
     gains_N = (first.losses_N - second.losses_N)[is_usable_N]
@@ -107,8 +108,8 @@ def compare(first: UnitSums, second: UnitSums) -> Comparison:
     return Comparison(
         loss=float(first.losses_N[is_usable_N].sum() / weight),
         other_loss=float(second.losses_N[is_usable_N].sum() / weight),
-        metrics=_means(first.metrics, is_usable_N, weight),
-        other_metrics=_means(second.metrics, is_usable_N, weight),
+        metrics=_shown(task, first.metrics, is_usable_N, weight),
+        other_metrics=_shown(task, second.metrics, is_usable_N, weight),
         num_examples=int(first.num_examples_N[is_usable_N].sum()),
         num_left_out=int(first.num_examples_N[~is_usable_N].sum()),
         difference=float(difference),
@@ -131,7 +132,10 @@ def t_quantile(freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _means(metrics: Sequence[Metrics], is_usable_N: NDArray[np.bool_], weight: float) -> Metrics:
+def _shown(
+    task: Task, metrics: Sequence[Metrics], is_usable_N: NDArray[np.bool_], weight: float
+) -> Metrics:
     used = [one for one, is_usable in zip(metrics, is_usable_N, strict=True) if is_usable]
     names = sorted({name for one in used for name in one})
-    return {name: math.fsum(one.get(name, 0.0) for one in used) / weight for name in names}
+    sums = {name: math.fsum(one.get(name, 0.0) for one in used) for name in names}
+    return Metrics(shown_metrics(task, sums, weight))

@@ -1,7 +1,6 @@
 """Trains a model on one device's examples: a plain PyTorch loop that ends when it stops to help.
 
-Each step is along the gradient of the mean loss of a batch, plus the task's penalty. A batch that
-does not fit in memory goes through the model in parts: sums add up, and are divided once. After
+Each step is along the gradient of the mean loss of a batch, plus the task's penalty. After
 each epoch the loss on the examples that are kept for it is compared with the best so far (Prechelt
 1998, "Early stopping - but when?"); the parameters of the best epoch are those of the result.
 """
@@ -9,21 +8,18 @@ each epoch the loss on the examples that are kept for it is compared with the be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headwater.client.adaptation.batch_steps import BatchSteps
 from headwater.client.adaptation.data_split import DataSplit
 from headwater.client.training.sampler import permutation, split
-from headwater.common.additivity.penalty import has_penalty
-from headwater.common.data.batches import SubsetView, batch_of
-from headwater.common.data.evaluation import evaluate_sums
-from headwater.common.errors import OutOfMemory, SettingsError
+from headwater.common.errors import SettingsError
 from headwater.common.model.tensor_file import without_wrappers
 from headwater.common.optimizers.named_optimizer import (
     NOT_ON_SUMS,
@@ -32,8 +28,7 @@ from headwater.common.optimizers.named_optimizer import (
     named_class,
 )
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
-from headwater.common.task import Examples, Task, loss_sum
-from headwater.common.user_code import is_allocation_failure, running
+from headwater.common.task import Examples, Task
 
 ORDER = "adapt"
 """Of the examples: ``permutation(seed, epoch, ORDER, number)``."""
@@ -154,7 +149,7 @@ def fine_tune(
     with torch.random.fork_rng(devices=[]), without_dynamo(), _only(model, parameters):
         torch.manual_seed(chosen.seed)
         optimizer = instance_of(kind, [*parameters.values()], {"lr": chosen.learning_rate})
-        steps = _Steps(task, model, examples, optimizer, chosen.batch_size)
+        steps = BatchSteps(task, model, examples, optimizer, chosen.batch_size)
         best = _Best(loss=math.inf)
         best.take(steps.mean_loss(data.stop), parameters)
         state = TrainingState(
@@ -192,7 +187,7 @@ def _end(state: TrainingState, chosen: FineTuning) -> str:
 
 def _epoch(
     state: TrainingState,
-    steps: _Steps,
+    steps: BatchSteps,
     data: DataSplit,
     chosen: FineTuning,
     should_stop: Callable[[], bool],
@@ -209,75 +204,6 @@ def _epoch(
         state = replace(state, num_steps=state.num_steps + 1)
         on_step(state)
     return replace(state, epoch=epoch)
-
-
-class _Steps:
-    """Takes steps of an optimizer, in parts of a batch that fit in memory."""
-
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        examples: Examples,
-        optimizer: torch.optim.Optimizer,
-        batch_size: int,
-    ) -> None:
-        self._task, self._model, self._examples = task, model, examples
-        self._optimizer = optimizer
-        self._size = batch_size
-
-    def take(self, positions: Sequence[int]) -> bool:
-        """Take a step along the mean gradient; return False if the loss is not finite.
-
-        Raises:
-            OutOfMemory: one example alone does not fit.
-        """
-        self._model.train()
-        while True:
-            try:
-                return self._take(positions)
-            except Exception as error:
-                if not is_allocation_failure(error.__cause__ or error):
-                    raise
-                if self._size == 1:
-                    raise OutOfMemory(
-                        "a training step on one example does not fit in the memory of the device"
-                    ) from error
-            self._size = math.ceil(self._size / 2)
-
-    def _take(self, positions: Sequence[int]) -> bool:
-        self._optimizer.zero_grad()
-        weight = 0
-        with running("the fine-tuning"):
-            for part in split(positions, self._size):
-                batch = batch_of(self._task, self._examples, part)
-                loss, part_weight, _ = loss_sum(self._task, self._model, batch)
-                if not math.isfinite(loss.item()):
-                    return False
-                loss.backward()  # type: ignore[no-untyped-call] # torch's own
-                weight += part_weight
-        if not weight:
-            return True
-        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
-        for one in trained:
-            if one.grad is not None:
-                one.grad /= weight
-        if has_penalty(self._task):
-            with running("penalty"):
-                term = self._task.penalty(self._model)  # type: ignore[attr-defined]
-                if term.requires_grad:  # not of parameters that stay as they are
-                    term.backward()
-        self._optimizer.step()
-        return True
-
-    def mean_loss(self, positions: Sequence[int]) -> float:
-        """Return the mean loss in evaluation mode; infinity if it is not finite."""
-        chosen = SubsetView(self._examples, np.array(positions, dtype=np.int64))
-        with running("the test that ends the training"):
-            found = evaluate_sums(self._task, self._model, chosen, self._size)
-        if found.faults or not found.weight:
-            return math.inf
-        return found.loss_sum / found.weight
 
 
 @contextmanager

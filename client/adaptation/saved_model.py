@@ -76,9 +76,9 @@ def save_model(folder: Path, start: StartModel, model: nn.Module, found: Mapping
     try:
         with atomic_writer(file, mode=OWNER_ONLY) as part:
             write_tensors(part, _tensors(start.record, model), metadata)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StateError(
-            f"the model {file} could not be saved: {error.strerror}",
+            f"the model {file} could not be saved: {error}",
             remedy="free space, or name a folder on another disk with --out",
         ) from error
     return file

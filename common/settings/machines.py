@@ -116,7 +116,7 @@ class ClientSettings(Branch):
     name: Name | None = setting(
         None,
         "the device's unique name; not set: the host's",
-        on=f"{DEVICE} identity adapt",
+        on=f"{DEVICE} identity {OWNER}",
         short=True,
     )
     data: Path | None = setting(
@@ -142,7 +142,7 @@ class ClientSettings(Branch):
     state: Folder | None = setting(
         None,
         "folder for the device's position in its examples; not set: ~/.local/state/headwater",
-        on=f"{DEVICE} adapt",
+        on=f"{DEVICE} {OWNER}",
     )
     memory_limit_bytes: Bytes | None = setting(
         None,

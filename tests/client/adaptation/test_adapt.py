@@ -27,6 +27,7 @@ from headwater.common.errors import (
     LocalParametersMissing,
     MissingData,
     ModelMismatch,
+    OutOfMemory,
     SettingsError,
     TooFewExamples,
     UnknownTask,
@@ -375,6 +376,20 @@ class FrozenBody(Shifted):
         assert isinstance(model, nn.Sequential)
         model[0].requires_grad_(False)
         return model
+
+
+def test_memory_that_ends_in_the_training_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    file, _ = released(tmp_path / "run", Shifted())
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(OutOfMemory, match="the optimizer's state") as caught:
+        adapted(file, Shifted(), out=tmp_path / "mine")
+    assert "--only" in caught.value.remedy
+    assert not [*(tmp_path / "mine").iterdir()]
 
 
 def test_an_adapter_stays_an_adapter(tmp_path: Path) -> None:

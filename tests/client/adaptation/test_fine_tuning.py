@@ -203,6 +203,22 @@ def test_an_example_that_does_not_fit_alone_is_out_of_memory() -> None:
         tuned(task)
 
 
+def test_a_state_of_the_optimizer_that_does_not_fit_is_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that was taken in part must not be taken again."""
+    steps: list[int] = []
+
+    def fail(*_: Any) -> None:
+        steps.append(1)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        tuned(Line())
+    assert len(steps) == 1
+
+
 def test_an_exception_of_the_task_is_named() -> None:
     class Raises(Line):
         def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
