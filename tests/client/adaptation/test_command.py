@@ -85,6 +85,7 @@ def test_a_flag_of_the_network_is_refused(file: Path, tmp_path: Path) -> None:
     assert "No such option '--server'" in found.output
 
 
+@pytest.mark.slow
 def test_the_common_model_s_figures_over_all_devices_are_those_of_the_run(tmp_path: Path) -> None:
     """So the tested examples are those that each device held out in the run."""
     run = headwater.simulate(
