@@ -108,8 +108,8 @@ def report_lines(adapted: Adapted) -> list[str]:
         lines.append(f"The difference is beyond chance: 95 % interval {low:.4f} to {high:.4f}.")
     if adapted.is_held_out_by_run:
         lines.append(
-            f"The run held these out on the device {adapted.name}, if its data were the same: then "
-            "neither model was trained on them."
+            f"If this device was named {adapted.name} in the run, and had the same data, the run "
+            "held these examples out: neither model was trained on them."
         )
     else:
         lines.append(

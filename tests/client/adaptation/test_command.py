@@ -55,7 +55,7 @@ def test_a_device_adapts_and_predicts(file: Path, tmp_path: Path) -> None:
     found = run("adapt", "--model", file, "--out", mine, *DEVICE, *few)
     assert found.exit_code == 0, found.output
     assert "kept: the fine-tuned model" in found.output
-    assert "on the device pi" in found.output
+    assert "was named pi in the run" in found.output
     found = run("predict", "--model", mine, "--out", rows, *DEVICE)
     assert found.exit_code == 0, found.output
     assert stat.S_IMODE(rows.stat().st_mode) == 0o600
