@@ -94,12 +94,13 @@ def without_frames(error: HeadwaterError) -> HeadwaterError:
 
 @contextmanager
 def remedy_in_traceback() -> Iterator[None]:
-    """Give an error its remedy as a note, which a traceback shows."""
+    """Give an error its remedy as a note, which a traceback shows, once."""
     try:
         yield
     except HeadwaterError as error:
-        if error.remedy:
-            error.add_note(f"remedy: {error.remedy}")
+        note = f"remedy: {error.remedy}"
+        if error.remedy and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise
 
 

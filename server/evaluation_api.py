@@ -7,16 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from headwater.common.errors import MissingData, TaskError
+from headwater.common.errors import MissingData, TaskError, remedy_in_traceback
 from headwater.common.model.trained_model import load_module, model_file, read_model
 from headwater.common.model.trained_model import task_of as task_of_record
 from headwater.common.task import Task, load_task
+from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
 from headwater.server.evaluate_model import DataResult, sums_on
 from headwater.server.rounds.evaluation import open_test_examples
 
 
+@remedy_in_traceback()
 def evaluate(
     model: nn.Module | str | Path,
     examples: Any = None,
@@ -29,7 +31,7 @@ def evaluate(
 
     Args:
         model: a module, or a run's folder or its model's file.
-        examples: a map-style data set; not given: the task's test examples.
+        examples: a map-style data set, or arrays as in (X, y); not given: the task's test examples.
         task: an object with a task's methods, its class, or ``FILE.py:Class``; not given: that of
             the run, or one of ``loss``.
         loss: one of torch's, in the place of a task: its mean over the examples.
@@ -43,6 +45,8 @@ def evaluate(
     if task is not None and loss is not None:
         raise TaskError("a task is given, and a loss beside it", remedy="give one of the two")
     chosen = _task(task)
+    if examples is not None:
+        examples = data_set_of(examples, "examples")
     if loss is not None:
         parts = TaskOfParts(model=_no_model, examples=examples, loss=loss, metrics=metrics)
         chosen = parts

@@ -23,6 +23,24 @@ if TYPE_CHECKING:
     from headwater.server.evaluate_model import DataResult
 
 
+# Methods of other libraries' results, and the lines that stand for each.
+_SAVE = "torch.save(run.model.state_dict(), FILE), or simulate(..., out=FOLDER), which keeps all"
+_CALL = "run.model(inputs), an ordinary module of torch's; .argmax(1) gives classes"
+INSTEAD = {
+    "fit": "headwater.simulate(...), which has trained it",
+    "losses": "[row.loss for row in run.history]",
+    "parameters": "run.model.parameters()",
+    "predict": _CALL,
+    "predict_proba": "run.model(inputs).softmax(1)",
+    "save": _SAVE,
+    "save_checkpoint": _SAVE,
+    "save_model": _SAVE,
+    "score": "run.evaluate(examples).metrics",
+    "state_dict": "run.model.state_dict()",
+    "test": "run.evaluate(examples)",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A run that has ended."""
@@ -94,6 +112,15 @@ class Run:
         # A notebook asks for this method; without pyplot nothing else would draw the figure.
         figure._repr_png_ = lambda: _png(figure)  # type: ignore[attr-defined]
         return figure
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what stands for a method that other libraries' results have."""
+            meant = INSTEAD.get(name)
+            raise AttributeError(
+                f"a Run has no {name}{f'; write {meant}' if meant else ''}", name=name, obj=self
+            )
 
     def __repr__(self) -> str:
         """Return one line with the key figures."""

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from headwater.client.local_training.local_work import ClientAlgorithm
-from headwater.common.errors import SettingsError
+from headwater.common.errors import SettingsError, remedy_in_traceback
 from headwater.common.run_scope import MAIN_GUARD, run_scope
 from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.task import Task
 from headwater.common.task_of_parts.metrics import Asked
-from headwater.common.task_of_parts.task_of_parts import PARTS, task_of
+from headwater.common.task_of_parts.task_of_parts import PARTS, TaskOfParts, task_of
 from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
 from headwater.server.rounds.observer import Observers
@@ -74,9 +74,10 @@ def simulate(
         task: an object with a task's methods, its class, or ``FILE.py:Class`` as for ``--task``.
         model: of a task made of parts, in the place of ``task`` (``headwater.Task``): a function
             that builds it, or the module.
-        examples: the data set, dealt out to the clients.
-        loss: one of torch's, as in ``nn.CrossEntropyLoss()``.
-        test: a data set to test on.
+        examples: the data set, or arrays as in (X, y), dealt out to the clients; or a list of data
+            sets, one for each.
+        loss: one of torch's, as in ``nn.CrossEntropyLoss()`` or ``"cross_entropy"``.
+        test: a data set to test on, or arrays.
         metrics: names, as in ``"accuracy"``, or functions by name.
         clients: number of simulated clients.
         data: one file or folder a client, as in ``devices/*.csv``; not given: parts of the task's.
@@ -116,8 +117,11 @@ def simulate(
         HeadwaterError: see ``headwater.common.errors``.
     """
     arguments = locals()  # nothing but the arguments so far
+    _check_data(data)
     parts = {name: arguments.pop(name) for name in PARTS}
     chosen_task = task_of(task, parts, is_elsewhere=resume or settings is not None)
+    if clients is None and isinstance(chosen_task, TaskOfParts):
+        arguments["clients"] = chosen_task.num_data_sets
     call = Call("simulate", {**arguments, "task": chosen_task})
     with (
         one_run_at_a_time(),
@@ -134,6 +138,20 @@ def simulate(
                 chosen, on_round=on_round, resume=resume, observer=Observers(display, *observers)
             )
         return recorder.result
+
+
+@remedy_in_traceback()
+def _check_data(data: object) -> None:
+    """Check that ``data`` is a path.
+
+    Raises:
+        SettingsError: it is something else, such as a data set.
+    """
+    if data is not None and not isinstance(data, str | Path):
+        raise SettingsError(
+            f"data is a path, as in data='clients/*.csv', and a {type(data).__name__} is given",
+            remedy="give a data set as examples=",
+        )
 
 
 def _is_object(name: str) -> bool:

@@ -83,6 +83,12 @@ def api_function(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 
                     hint = keyword_hint(word, names, COMMANDS[name])
                     raise TypeError(f"headwater.{name}() has no keyword {word}{hint}")
+        if len(args) > 1:
+            like = "model=net, examples=data_set, loss=..." if "model" in named else "rounds=50"
+            raise TypeError(
+                f"headwater.{name}() takes one argument without a name, the task: write the others "
+                f"by name, as in {like}"
+            )
         return function(*args, **kwargs)
 
     return checked

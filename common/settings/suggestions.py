@@ -36,6 +36,47 @@ ELSEWHERE = {
     "--num-epochs": _EPOCHS,
 }
 
+_PASS = "effective_batch_size=N is what one step sums over all clients, micro_batch_size=N one pass"
+_LENGTH = "rounds=N is the number of steps; local_epochs=N trains longer between two of them"
+_HERE = "all training is on the CPU: leave it out; threads=N sets torch's"
+_STOP = "stop_when='accuracy' or 'loss', with patience=N evaluations, ends a run early"
+_ARGUMENT = "give it to the optimizer: optimizer_argument={'NAME': VALUE}"
+_CLIP = "norm_multiple=N bounds a client's norm, privacy_clip=C clips it for privacy"
+# Keywords of Lightning, accelerate, skorch, scikit-learn and Flower: ours, or what to do instead.
+RENAMED = {
+    "clients": "num_clients n_clients num_partitions num_supernodes nodes",
+    "rounds": "num_rounds n_rounds steps max_steps num_server_rounds",
+    "examples": "dataset train_dataset train_data trainset train_set dataloader train_dataloader "
+    "train_dataloaders train_loader X",
+    "test": "test_dataset test_data testset test_set val val_dataset validation_data valid_dataset "
+    "val_dataloaders val_loader test_loader eval_dataset",
+    "loss": "criterion loss_fn loss_function",
+    "model": "net module network",
+    "metrics": "metric",
+    "seed": "random_state random_seed",
+    "observer": "callbacks callback on_round logger",
+    "out": "output_dir save_dir default_root_dir",
+    "threads": "num_threads n_jobs",
+    "workers": "num_workers",
+    "schedule": "scheduler lr_scheduler",
+    "algorithm": "strategy",
+    "progress": "verbose",
+}
+INSTEAD = {
+    _PASS: "batch batch_size train_batch_size",
+    _LENGTH: "epochs num_epochs max_epochs n_epochs",
+    _HERE: "device devices accelerator cuda gpu gpus use_cuda",
+    _STOP: "early_stopping early_stop",
+    _ARGUMENT.replace("NAME", "momentum"): "momentum",
+    _ARGUMENT.replace("NAME", "weight_decay"): "weight_decay",
+    _ARGUMENT.replace("NAME", "betas"): "betas",
+    _CLIP: "grad_clip clip_grad_norm gradient_clip_val max_grad_norm",
+    "give examples=[DATA_SET, ...], one for each client": "client_fn client_datasets",
+    "cohort_size=N is how many clients a round invites": "fraction_fit fraction_train",
+    "use accumulation_steps=K": "gradient_accumulation_steps accumulate_grad_batches",
+    "give headwater.Task(..., collate=FUNCTION) as the task": "collate_fn collate",
+}
+
 
 def flag_hint(flag: str, own: list[str]) -> str:
     """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
@@ -68,6 +109,12 @@ def flag_hint(flag: str, own: list[str]) -> str:
 
 def keyword_hint(word: str, names: list[str], command: str) -> str:
     """Return what an unknown keyword probably means; "" if nothing is near."""
+    for ours, words in RENAMED.items():
+        if word in words.split() and ours in names:
+            return f": it is {ours} here"
+    for instead, words in INSTEAD.items():
+        if word in words.split() and "rounds" in names:
+            return f": {instead}"
     if meant := ELSEWHERE.get(f"--{word.replace('_', '-')}"):
         return f": {meant}"
     for setting in all_settings().values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class SummedLoss:
 
 
 def summed_loss(loss: Any) -> SummedLoss:
-    """Return a loss of torch's, a module or a function, as a sum.
+    """Return a loss of torch's, a module, a function or its name, as a sum.
 
     ``reduction="mean"`` and ``"sum"`` are the same here: every sum is divided by its weight once.
 
@@ -92,9 +93,19 @@ def summed_loss(loss: Any) -> SummedLoss:
     raise TaskError(
         f"the loss {_name(loss)} is none that Headwater knows the mean of: torch's "
         f"{', '.join(one.__name__ for one in (*OF_CLASSES, *OF_ELEMENTS))}, or their functions",
-        remedy="write a class with new_model, train_examples and loss_sum, which returns the sum "
+        remedy=_nearest(loss)
+        or "write a class with new_model, train_examples and loss_sum, which returns the sum "
         "and what it was summed over (docs/task.md)",
     )
+
+
+def _nearest(loss: Any) -> str | None:
+    """Return which loss a text nearly names; None for anything else."""
+    if not isinstance(loss, str):
+        return None
+    names = [function.__name__ for function in (OF_CLASSES | OF_ELEMENTS).values()]
+    near = get_close_matches(loss, names, n=1, cutoff=0.4)
+    return f"did you mean loss={near[0]!r}?" if near else f"one of: {', '.join(names)}"
 
 
 def _of_classes(module: Any) -> SummedLoss:
@@ -128,14 +139,18 @@ def _with_reduction(module: Any, reduction: str) -> Any:
 
 
 def _of_function(loss: Any) -> nn.Module | None:
-    """Return the module of a function of torch.nn.functional; None if it is none of them."""
+    """Return the module of a function of torch.nn.functional, of a class, or of a name of one.
+
+    None if it is none of them.
+    """
     for kind, function in (OF_ELEMENTS | OF_CLASSES).items():
-        if loss is function:
-            return kind()
-        if isinstance(loss, type) and loss is kind:
+        if isinstance(loss, str):
+            if loss in (kind.__name__, function.__name__):
+                return kind()
+        elif loss is function or loss is kind:
             return kind()
     return None
 
 
 def _name(loss: Any) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
+    return repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)

@@ -35,6 +35,11 @@ def metrics_of(asked: Asked, loss: SummedLoss) -> dict[str, SummedMetric]:
         return dict([*_fitting(loss).items()][:1])
     if isinstance(asked, Mapping) or hasattr(asked, "items"):  # as torchmetrics.MetricCollection
         return {str(name): _metric(str(name), one) for name, one in asked.items()}
+    if callable(asked) and not is_of_torchmetrics(asked):
+        raise TaskError(
+            "metrics is a function, which has no name",
+            remedy="metrics={'mine': FUNCTION}, which returns the sum over a batch",
+        )
     found: dict[str, SummedMetric] = {}
     for one in [asked] if isinstance(asked, str) or is_of_torchmetrics(asked) else asked:
         if is_of_torchmetrics(one):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from headwater.common.errors import TaskError
+from headwater.common.errors import TaskError, remedy_in_traceback
 from headwater.common.task import Examples
+from headwater.common.task_of_parts.given_data import DataOfClients, data_set_of
 from headwater.common.task_of_parts.losses import WEIGHT_UNIT, summed_loss
 from headwater.common.task_of_parts.metrics import Asked, metrics_of
 
@@ -29,12 +30,13 @@ class TaskOfParts:
 
     Args:
         model: a function or class that builds it, or the module; each use is a copy.
-        examples: a map-style data set of (input, target) or (input, ..., target), dealt out evenly
-            to simulated clients, or by ``partition``; or a function of a device's ``data`` path
-            that opens one.
-        loss: one of torch's, a module or a function, as in ``nn.CrossEntropyLoss(weight=w)``. Its
-            mean becomes a sum with its weight; class weights and ``ignore_index`` count.
-        test: a data set that the server tests on.
+        examples: a map-style data set of (input, target) or (input, ..., target), or arrays as in
+            (X, y), dealt out evenly to simulated clients, or by ``partition``; a list of data sets,
+            one for each; or a function of a device's ``data`` path that opens one.
+        loss: one of torch's, a module, a function or its name, as in
+            ``nn.CrossEntropyLoss(weight=w)`` or ``"cross_entropy"``. Its mean becomes a sum with
+            its weight; class weights and ``ignore_index`` count.
+        test: a data set that the server tests on, or arrays.
         metrics: names (``accuracy``; ``mae``, ``mse``, ``r2``), metrics of torchmetrics whose
             states are sums, or functions of outputs and targets that return the sum over a batch,
             by name. None: what fits the loss.
@@ -44,13 +46,14 @@ class TaskOfParts:
         TaskError: a part is none, or the loss is none whose mean is known.
     """
 
+    @remedy_in_traceback()
     def __init__(
         self,
         *,
         model: Any,
         examples: Any,
         loss: Any,
-        test: Examples | None = None,
+        test: Any = None,
         metrics: Asked = None,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -59,19 +62,14 @@ class TaskOfParts:
                 f"model is a {type(model).__name__}",
                 remedy="give a function that builds it, as in model=lambda: nn.Linear(4, 1)",
             )
-        if not (isinstance(examples, Examples) or callable(examples)):
-            raise TaskError(
-                f"examples is a {type(examples).__name__}, without a length and items",
-                remedy="give a map-style data set of (input, target) pairs, or a function of "
-                "--data's path that opens one",
-            )
-        self._model, self._examples = model, examples
+        self._model, self._examples = model, data_set_of(examples, "examples")
         self._loss = summed_loss(loss)
         self._metrics = metrics_of(metrics, self._loss)
         if self._loss.class_weights is not None:
             self.weight_unit = WEIGHT_UNIT
         if test is not None:
-            self.test_examples = lambda: test
+            tested = data_set_of(test, "test")
+            self.test_examples = lambda: tested
         if collate is not None:
             self.collate = collate
 
@@ -92,6 +90,8 @@ class TaskOfParts:
             )
         else:
             opened = self._examples
+        if isinstance(opened, DataOfClients):
+            return opened.of(part, num_parts)
         if num_parts == 1:
             return opened
         dealt = torch.randperm(len(opened), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -120,6 +120,12 @@ class TaskOfParts:
         outputs = model(*inputs)
         return outputs.argmax(1) if self._loss.is_of_classes else outputs
 
+    @property
+    def num_data_sets(self) -> int | None:
+        """The number of data sets, if each client has its own; None: one is dealt out."""
+        own = self._examples
+        return len(own.datasets) if isinstance(own, DataOfClients) else None
+
     @cached_property
     def max_weight_per_example(self) -> float:
         """The most that an example weighs, by the first one's target."""
@@ -128,6 +134,7 @@ class TaskOfParts:
         return self._loss.max_weight(self._examples[0][-1])
 
 
+@remedy_in_traceback()
 def task_of(task: Any, parts: dict[str, Any], *, is_elsewhere: bool) -> Any:
     """Return the task of a call: the one that it names, or one of the parts that it gives.
 
@@ -140,6 +147,11 @@ def task_of(task: Any, parts: dict[str, Any], *, is_elsewhere: bool) -> Any:
     missing = [name for name in ("model", "examples", "loss") if name not in given]
     if not given and (task is not None or is_elsewhere):
         return task
+    if isinstance(task, nn.Module):
+        raise TaskError(
+            "the first argument is a task, and a model is given",
+            remedy="name the parts: model=net, examples=data_set, loss=nn.CrossEntropyLoss()",
+        )
     if task is not None:
         raise TaskError(
             f"a task is given, and {', '.join(given)} beside it", remedy="give one of the two"

@@ -5,6 +5,7 @@ An optimizer is a class of ``torch.optim``, a class of the user's, or a server r
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -108,6 +109,13 @@ def kind_of(name: str) -> Kind:
     if ":" not in name:
         return named_class(torch.optim, name, torch.optim.Optimizer, but=NOT_ON_SUMS)
     found = find_named(name, what="optimizer")
+    if isinstance(found, torch.optim.Optimizer):
+        kind_name, rate = type(found).__name__, found.defaults.get("lr")
+        raise SettingsError(
+            f"the optimizer is an object of {kind_name}, which holds another model's parameters",
+            remedy=f"give its class and its rate: optimizer={kind_name!r}, learning_rate={rate}; "
+            "other arguments by optimizer_argument={...}",
+        )
     is_class = isinstance(found, type)
     if is_class and issubclass(found, torch.optim.Optimizer):
         kind: Kind = found
@@ -118,8 +126,26 @@ def kind_of(name: str) -> Kind:
             "state",
             remedy="inherit from torch.optim.Optimizer, or write a function (docs/extend.md)",
         )
+    if not _takes_two(found):
+        raise SettingsError(
+            f"the optimizer {name} takes no two arguments: a function gets a mean gradient and a "
+            "state, and returns the step",
+            remedy="of a class of torch.optim: optimizer='SGD', learning_rate=0.1, "
+            "optimizer_argument={'momentum': 0.9}; a server rule is in docs/extend.md",
+        )
     rule: ServerRule = found
     return rule
+
+
+def _takes_two(function: Any) -> bool:
+    """Return whether a function takes two arguments by position; True if it does not tell."""
+    try:
+        inspect.signature(function).bind_partial(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def new_optimizer(
