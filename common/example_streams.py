@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from headwater.common.errors import TaskError
+from headwater.common.wording import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +97,12 @@ def _read(stream: Iterable[Any], what: str) -> list[Any]:
 def _log_stream(what: str, num_examples: int, num_bytes: int, is_whole: bool) -> None:
     """Log, once in a process for each size, what was read."""
     log.warning(
-        "%s returned a stream: its %s%s examples are read into memory (%.1f MiB) and used in every "
+        "%s returned a stream: its %s%s examples are read into memory (%s) and used in every "
         "epoch%s",
         what,
         "" if is_whole else "first ",
         f"{num_examples:,}",
-        num_bytes / 2**20,
+        bytes_text(num_bytes),
         "" if is_whole else "; the rest of the stream is not used",
     )
 

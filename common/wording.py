@@ -1,4 +1,4 @@
-"""Words of printed lines: a number with its noun, a duration, and names in their natural order."""
+"""Words of printed lines: numbers with their nouns, bytes, durations, and names in their order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, which is plural unless the number is 1: ``1,200 devices``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def bytes_text(amount: float) -> str:
+    """Return bytes with three digits: 950 B, 3.1 MB, 12 GB."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if amount >= size:
+            scaled = amount / size
+            return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
+    return f"{amount:.0f} B"
 
 
 def natural(text: str) -> tuple[tuple[tuple[str, int], ...], str]:

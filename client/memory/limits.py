@@ -20,6 +20,7 @@ from headwater.client.memory.allocation_bound import bound_in_force
 from headwater.client.memory.peak_model import CODE_BYTES, resident_bytes
 from headwater.common.errors import OutOfMemory
 from headwater.common.system.portability import num_usable_cores
+from headwater.common.wording import bytes_text
 
 # A lowered limit is noticed after so long; if reading takes long, it may cost 2 % of the time.
 READ_EVERY_SECONDS, READING_SHARE = 0.05, 0.02
@@ -46,10 +47,10 @@ class MemoryLimit:
 
     @property
     def origin(self) -> str:
-        """The source with the limit as it was set, such as ``cgroup's memory.max of 512 MiB``."""
+        """The source with the limit as it was set, such as ``cgroup's memory.max of 537 MB``."""
         if self.set_bytes is None:
             return self.source
-        return f"{self.source} of {self.set_bytes / 2**20:,.0f} MiB, less what others in it hold"
+        return f"{self.source} of {bytes_text(self.set_bytes)}, less what others in it hold"
 
     @property
     def is_virtual(self) -> bool:
@@ -111,9 +112,9 @@ def check_import_room(resident: int, limit: MemoryLimit) -> None:
     """
     if resident + IMPORT_BYTES > limit.num_bytes:
         raise OutOfMemory(
-            f"importing torch takes {IMPORT_BYTES / 2**20:,.0f} MiB beside "
-            f"{resident / 2**20:,.0f} MiB that the process holds, and the limit is "
-            f"{limit.num_bytes / 2**20:,.0f} MiB ({limit.origin})",
+            f"importing torch takes {bytes_text(IMPORT_BYTES)} beside "
+            f"{bytes_text(resident)} that the process holds, and the limit is "
+            f"{bytes_text(limit.num_bytes)} ({limit.origin})",
             remedy="give the device more memory",
         )
 

@@ -23,6 +23,7 @@ from headwater.client.memory.peak_model import resident_bytes
 from headwater.common.errors import OutOfMemory
 from headwater.common.model.layout import named_tensors
 from headwater.common.system.heap import release_freed_memory
+from headwater.common.wording import bytes_text
 
 # Functions that allocate a tensor of a size which their arguments give.
 FACTORIES = frozenset(
@@ -47,7 +48,7 @@ def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Mo
         except Exception:
             if made.exceeded is None:
                 raise
-            text = f"at least {_mib(made.num_bytes)}"
+            text = f"at least {bytes_text(made.num_bytes)}"
             raise _error(text, made.num_bytes, before, made.exceeded) from None
     num_bytes = sum(tensor.nbytes for _, tensor in named_tensors(model))
     gradient = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
@@ -55,7 +56,7 @@ def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Mo
     if exceeded is None and resident_bytes() + gradient > limit().num_bytes:
         exceeded = limit()
     if exceeded is not None:
-        text = f"{_mib(num_bytes)}, and its gradient {_mib(gradient)} more,"
+        text = f"{bytes_text(num_bytes)}, and its gradient {bytes_text(gradient)} more,"
         raise _error(text, num_bytes + gradient, before, exceeded)
     return model
 
@@ -114,10 +115,6 @@ def _is_plain(tensor: Tensor) -> bool:
 def _error(text: str, num_bytes: int, before: int, limit: MemoryLimit) -> OutOfMemory:
     missing = max(before + num_bytes - limit.num_bytes, 0)
     return OutOfMemory(
-        f"the model takes {text} beside {_mib(before)} that the process holds, and the limit is "
-        f"{_mib(limit.num_bytes)} ({limit.origin}): {_mib(missing)} are missing"
+        f"the model takes {text} beside {bytes_text(before)} that the process holds, and the limit "
+        f"is {bytes_text(limit.num_bytes)} ({limit.origin}): {bytes_text(missing)} are missing"
     )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"

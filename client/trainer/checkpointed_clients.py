@@ -40,6 +40,7 @@ from headwater.common.system.heap import (
     raise_mmap_threshold,
     release_freed_memory,
 )
+from headwater.common.wording import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,9 @@ class CheckpointedClients:
             log.info("the model has no blocks for activation checkpointing, or no example works")
         else:
             log.info(
-                "an example keeps %.1f MiB, and takes %.1f with activation checkpointing",
-                found.plain / 2**20,
-                found.checkpointed / 2**20,
+                "an example keeps %s, and takes %s with activation checkpointing",
+                bytes_text(found.plain),
+                bytes_text(found.checkpointed),
             )
 
     @property
@@ -221,10 +222,10 @@ def _missing(peak_bytes: float, limit_bytes: float, rest_bytes: float) -> str:
     """Return how much more the limit must be; it leaves a part free for errors of predictions."""
     room = guarded_bytes(limit_bytes, rest_bytes)
     return (
-        f", of which {(limit_bytes - room) / 2**20:,.0f} MiB are left free for errors of the "
-        f"prediction: {(peak_bytes - room) / 2**20:,.0f} MiB are missing"
+        f", of which {bytes_text(limit_bytes - room)} are left free for errors of the "
+        f"prediction: {bytes_text(peak_bytes - room)} are missing"
     )
 
 
 def _of(peak_bytes: float, limit_bytes: float) -> str:
-    return f"{peak_bytes / 2**20:,.0f} MiB of {limit_bytes / 2**20:,.0f} MiB"
+    return f"{bytes_text(peak_bytes)} of {bytes_text(limit_bytes)}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from headwater.client.device.interfaces import Speed
 from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, PeakModel
 from headwater.common.stats.linear_fit import Line, fit_line
+from headwater.common.wording import bytes_text
 
 # Share of the memory limit that a predicted peak may fill. With activations of 4 MB and more the
 # second pass peaks at four fifths of the highest of ten passes, due to heap fragmentation.
@@ -112,8 +113,8 @@ def reason_to_stop(
         return f"the device has, or a plan asks for, no more than {num_examples} examples"
     if limit_bytes is not None and next_bytes > limit_bytes * SAFE_SHARE:
         return (
-            f"the next would take {next_bytes / 2**20:.0f} MiB, above {SAFE_SHARE:.0%} of the "
-            f"limit of {limit_bytes / 2**20:.0f} MiB"
+            f"the next would take {bytes_text(next_bytes)}, above {SAFE_SHARE:.0%} of the "
+            f"limit of {bytes_text(limit_bytes)}"
         )
     fastest = _fastest(points)
     num_stalled = len(points) - 1 - points.index(fastest)

@@ -43,7 +43,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import Plan
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.wording import counted
+from headwater.common.wording import bytes_text, counted
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class _Room:
         limit, rest = self._memory.limit_bytes(), self._rest_bytes
         if limit is None:
             return ""
-        return f", of which {rest / 2**20:,.0f} of {limit / 2**20:,.0f} MiB are taken before it"
+        return f", of which {bytes_text(rest)} of {bytes_text(limit)} are taken before it"
 
     def may_pass(self, positions: Positions) -> bool:
         """Return whether a batch of the survey is predicted to fit."""

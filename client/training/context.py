@@ -25,6 +25,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.training import ChosenPrecision
 from headwater.common.system.heap import keeps_freed_blocks
 from headwater.common.task import Examples, Task
+from headwater.common.wording import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +161,8 @@ class TrainingContext:
         margin = limit - guarded_bytes(limit, line.base)
         text = (
             "one example alone does not fit: its predicted peak is "
-            f"{line.at(load) / 2**20:,.0f} MiB, the limit {limit / 2**20:,.0f} MiB, of which "
-            f"{margin / 2**20:,.0f} MiB are left free for errors of the prediction"
+            f"{bytes_text(line.at(load))}, the limit {bytes_text(limit)}, of which "
+            f"{bytes_text(margin)} are left free for errors of the prediction"
         )
         if load > 1.0:
             return text

@@ -22,6 +22,7 @@ from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 from headwater.common.parsed_text import json_of
 from headwater.common.settings import schema as settings
 from headwater.common.user_code import running
+from headwater.common.wording import bytes_text
 from headwater.server.aggregation.optimizer_changes import (
     OTHER_OPTIMIZER,
     Chosen,
@@ -83,7 +84,7 @@ class ServerOptimizer:
     ) -> None:
         size = image.layout.num_parameters
         num_bytes = size * try_out(kind, optimizer, schedule, num_parameters=size)
-        log.info("%s keeps %.1f MiB of state", optimizer.kind, num_bytes / 2**20)
+        log.info("%s keeps %s of state", optimizer.kind, bytes_text(num_bytes))
         self._is_users = ":" in optimizer.kind
         self._kind, self._chosen = kind, (optimizer, schedule)
         self._image = image

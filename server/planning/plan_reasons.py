@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from headwater.common.messages import MAX_STEPS
-from headwater.common.wording import counted
+from headwater.common.wording import bytes_text, counted
 from headwater.server.planning.equal_finish import LINK_BOUND
 from headwater.server.planning.planner import Assignment, SizeBound
 
@@ -25,7 +25,7 @@ def of_plan(
 ) -> str:
     """Return what bound the quota and the micro-batch size; ``quota_words`` replace the first.
 
-    As in "speed-bound: 40 examples until 10.2 s; memory-bound: 3 examples fit in 410 MiB".
+    As in "speed-bound: 40 examples until 10.2 s; memory-bound: 3 examples fit in 410 MB".
     """
     if assignment.exception is not None:
         return f"{assignment.exception}; {_of_size(assignment)}"
@@ -82,7 +82,7 @@ def _of_size(assignment: Assignment) -> str:
         return "in one micro-batch"
     if bound is SizeBound.MEMORY and not math.isnan(limit):
         fit = "fits" if size == 1 else "fit"
-        return f"memory-bound: {counted(size, 'example')} {fit} in {limit / 2**20:.0f} MiB"
+        return f"memory-bound: {counted(size, 'example')} {fit} in {bytes_text(limit)}"
     if bound is SizeBound.FASTEST:
         return f"fastest measured: {size}"
     return f"micro-batch {bound.value}"

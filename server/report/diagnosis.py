@@ -11,6 +11,7 @@ WINDOW = 20  # rounds that a diagnosis looks at
 MIN_ROUNDS = 3
 FAR_BELOW, FAR_ABOVE = 0.5, 4.0
 UNLIKE = 1.0
+UNSETTLED = 4.0  # the noise scale's largest over its least
 
 
 def diagnose(points: Sequence[Point]) -> list[str]:
@@ -18,7 +19,8 @@ def diagnose(points: Sequence[Point]) -> list[str]:
 
     The gradient noise scale S/|G|^2 is the batch beyond which more examples hardly improve a step
     (McCandlish et al. 2018). The heterogeneity is the variance of the devices' expected gradients:
-    beside |G|^2 it says how unlike their data are.
+    beside |G|^2 it says how unlike their data are. Batch and noise scale are those of the last
+    round, in units of weight, which tiles and charts show, too.
     """
     recent = points[-WINDOW:]
     if len(recent) < MIN_ROUNDS:
@@ -38,8 +40,13 @@ def _of_batch(recent: Sequence[Point]) -> list[str]:
         if all(p["is_masked"] for p in recent):
             return ["Rounds are masked: the server cannot measure the noise of gradients."]
         return []
-    scale = median(scales)
-    batch = median(p["weight"] for p in recent)
+    scale, batch = _rounded(scales[-1]), _rounded(recent[-1]["weight"])
+    if max(scales) > UNSETTLED * min(scales):
+        return [
+            f"The gradient's noise scale is {scale:,.0f} after the last round and not settled: it "
+            f"was between {_rounded(min(scales)):,.0f} and {_rounded(max(scales)):,.0f} in the "
+            f"last {len(recent)} rounds. The effective batch is {batch:,.0f}."
+        ]
     if batch < FAR_BELOW * scale:
         return [
             f"The gradient is mostly noise: the effective batch of {batch:,.0f} is far below the "
@@ -55,6 +62,11 @@ def _of_batch(recent: Sequence[Point]) -> list[str]:
     return [
         f"The effective batch of {batch:,.0f} suits the gradient's noise scale of {scale:,.0f}."
     ]
+
+
+def _rounded(value: float) -> float:
+    """Return a number with three digits, as the page's tiles and legends show it."""
+    return float(f"{value:.3g}")
 
 
 def _of_shares(last: Point) -> list[str]:

@@ -19,6 +19,7 @@ from headwater.common.run_scope import forget_changed_modules, loaded_files
 from headwater.common.settings.changes import named_code
 from headwater.common.settings.schema import Settings
 from headwater.common.task_spec import source_file
+from headwater.common.wording import bytes_text
 
 MAX_BYTES = 1 << 26  # of a file of code
 
@@ -57,7 +58,7 @@ def _digest(file: Path) -> str:
     try:
         found = file.stat()  # a device has no end, and a pipe waits for somebody who writes
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-            return f"not known (no file of up to {MAX_BYTES >> 20} MiB)"
+            return f"not known (no file of up to {bytes_text(MAX_BYTES)})"
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         return f"not known ({error.strerror})"

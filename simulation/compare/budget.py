@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import Bytes
-from headwater.common.wording import counted
+from headwater.common.wording import bytes_text, counted
 
 Resource = Literal["rounds", "bytes", "examples", "seconds"]
 """Server steps; bytes up and down; examples used by all devices; seconds of the devices' clock."""
@@ -90,12 +90,3 @@ def amount_text(resource: Resource, amount: float) -> str:
             return bytes_text(amount)
         case "seconds":
             return f"{amount:,.0f} s" if amount >= 100 else f"{amount:.3g} s"
-
-
-def bytes_text(amount: float) -> str:
-    """Return bytes with three digits: 950 B, 3.1 MB, 12 GB."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if amount >= size:
-            scaled = amount / size
-            return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
-    return f"{amount:.0f} B"

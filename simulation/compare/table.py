@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwater.common.system.printable import printable_name
-from headwater.simulation.compare.budget import RESOURCES, Budget, amount_text, bytes_text
+from headwater.common.wording import bytes_text
+from headwater.simulation.compare.budget import RESOURCES, Budget, amount_text
 from headwater.simulation.compare.standing import Spread, Standing, equal_amount
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from headwater.client.memory.peak_model import PeakModel, guarded_bytes
 from headwater.common.stats.linear_fit import Line
-from headwater.simulation.fleet.profiles import MIB
+from headwater.common.wording import bytes_text
 
 
 class VirtualMemory:
@@ -65,8 +65,8 @@ class VirtualMemory:
         if peak_bytes > self._limit_bytes:
             self._failed_peak_bytes = max(self._failed_peak_bytes, peak_bytes)
             raise MemoryError(
-                f"{size:g} examples take {peak_bytes / MIB:.1f} MiB of a simulated limit of "
-                f"{self._limit_bytes / MIB:.1f}"
+                f"{size:g} examples take {bytes_text(peak_bytes)} of a simulated limit of "
+                f"{bytes_text(self._limit_bytes)}"
             )
 
     def end(self, size: float) -> int:

@@ -61,7 +61,7 @@ def memory(given: Numbers) -> dict[str, Any]:
     return memory_lab.measure(
         given.whole("batch", 1, memory_lab.MAX_BATCH),
         given.whole("size", 1, memory_lab.MAX_BATCH),
-        given.whole("limit", 1, 1024) * 2**20,
+        given.whole("limit", 1, 1024) * 10**6,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.common.errors import OutOfMemory
-from headwater.common.wording import counted, natural
+from headwater.common.wording import bytes_text, counted, natural
 
 # In the first rounds the quotas adapt to the measured speeds; their idle time is not counted.
 SETTLING_ROUNDS = 3
@@ -159,7 +159,7 @@ def memory_line(peak: PeakMemory) -> str:
     """Return a line about the fullest device and the number of devices over their limit."""
     line = (
         f"device {peak.name} was the fullest, at {peak.peak_bytes / peak.limit_bytes:.0%} of "
-        f"{peak.limit_bytes / 2**20:,.0f} MiB; {_counted(peak.over)} ever over the limit"
+        f"{bytes_text(peak.limit_bytes)}; {_counted(peak.over)} ever over the limit"
     )
     if peak.too_small:
         line += f"; {_counted(peak.too_small)} too small for a single example"

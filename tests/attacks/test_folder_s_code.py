@@ -183,7 +183,7 @@ def test_a_folder_leads_to_no_run_that_did_not_follow_it_here(tmp_path: Path) ->
 @pytest.mark.parametrize("place", ["/dev/zero", "/dev"])
 def test_a_folder_has_no_endless_file_read(place: str) -> None:
     chosen = load(None, {"submitted_code": f"{'0' * 64}  {place}"})
-    with pytest.raises(CodeChanged, match=r"no file of up to 64 MiB"):
+    with pytest.raises(CodeChanged, match=r"no file of up to 67.1 MB"):
         check_submitted(chosen, remedy="")
 
 

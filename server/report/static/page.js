@@ -9,8 +9,8 @@ const CHARTS = [
     line("training", points, (one) => one.loss),
     ...["test_loss", "held_out_loss"].map((name) => line(name.replace("_loss", "").replace("_", " "), points, (one) => one.metrics[name]))] },
   { title: "Metrics", format: short, isOptional: true, series: (points) => metricNames(points).map((name) => line(name.replaceAll("_", " "), points, (one) => one.metrics[name])) },
-  { title: "Effective batch", format: short, isLog: true, series: (points) => [
-    line("examples", points, (one) => one.num_examples),
+  { title: "Effective batch and noise scale, in weight", format: short, isLog: true, series: (points) => [
+    line("effective batch", points, (one) => one.weight),
     line("noise scale", points, (one) => one.noise_scale > 0 ? one.noise_scale : null)] },
   { title: "Time of a round, mean over devices", format: seconds, isStacked: true, isOptional: true, series: (points) =>
     ["down", "compute", "up", "wait"].filter((name) => points.some((one) => one.client_split[name] !== undefined))
@@ -112,7 +112,7 @@ function showFigures() {
       add(name.replace("test_", "Test ").replaceAll("_", " "), short(value), `after round ${whole(evaluated.round)}`);
     }
     add("Effective batch", whole(one.num_examples), one.weight === one.num_examples ? "examples a step" : `examples; weight ${short(one.weight)}`);
-    if (one.noise_scale) add("Noise scale", short(one.noise_scale), "where larger batches stop to help");
+    if (one.noise_scale) add("Noise scale", short(one.noise_scale), one.weight === one.num_examples ? "examples, where larger batches stop to help" : "in weight, where larger batches stop to help");
     add("Updates", short(updatesPerHour), `optimizer steps an hour${clock && `, ${clock}`}`);
     add("Speed", short(examplesPerSecond), `examples a second${clock && `, ${clock}`}`);
     if (secondsPerEpoch !== null) add("Epoch", seconds(secondsPerEpoch), `for the ${whole(epochExamples)} examples of all devices`);

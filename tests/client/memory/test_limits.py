@@ -105,7 +105,7 @@ def test_the_limit_of_a_parent_that_a_container_cannot_see_counts_in_version_1(
     )
     lowest = MemoryLimits(root=tmp_path).lowest()
     assert lowest.num_bytes == RESIDENT + (400 - 350) * MIB
-    assert "memory.limit_in_bytes of 400 MiB" in lowest.origin
+    assert "memory.limit_in_bytes of 419 MB" in lowest.origin
 
 
 def test_a_mapped_data_set_changes_no_limit(tmp_path: Path) -> None:
@@ -250,5 +250,5 @@ def test_torch_is_not_imported_where_the_limit_has_no_room_for_it() -> None:
     """Else the kernel kills the process, and nothing says why."""
     limit = MemoryLimit(num_bytes=IMPORT_BYTES + 20_000_000, source="cgroup's memory.max")
     check_import_room(20_000_000, limit)
-    with pytest.raises(OutOfMemory, match=r"takes 153 MiB beside 20 MiB .* is 172 MiB \(cgroup's"):
+    with pytest.raises(OutOfMemory, match=r"takes 160 MB beside 21 MB .* is 180 MB \(cgroup's"):
         check_import_room(21_000_000, limit)

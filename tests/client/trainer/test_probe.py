@@ -120,7 +120,7 @@ def test_the_probe_ends_before_a_size_close_to_the_limit() -> None:
     limit = 1000 * MIB
     assert stopped(found, predicted=SAFE_SHARE * limit, limit=limit) is None
     reason = stopped(found, predicted=SAFE_SHARE * limit + 1, limit=limit)
-    assert reason == "the next would take 800 MiB, above 80% of the limit of 1000 MiB"
+    assert reason == "the next would take 839 MB, above 80% of the limit of 1.05 GB"
 
 
 def test_three_doublings_without_a_gain_end_the_probe_and_two_do_not() -> None:

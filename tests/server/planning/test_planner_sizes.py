@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.settings import schema as settings
+from headwater.common.wording import bytes_text
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.device_estimates import EstimateColumns
 from headwater.server.planning.planner import SIZE_BOUNDS, SizeBound, micro_batch_sizes
@@ -47,7 +48,7 @@ def test_memory_bounds_the_micro_batch_and_says_so(limit_mib: int, fitting: int)
     assert size_of(one, plan()) == (fitting, SizeBound.MEMORY)
     work = assign([one], plan(), target=90)["pi"]
     examples = "1 example fits" if fitting == 1 else f"{fitting} examples fit"
-    said = f"speed-bound: 90 examples; memory-bound: {examples} in {limit_mib} MiB"
+    said = f"speed-bound: 90 examples; memory-bound: {examples} in {bytes_text(limit_mib * MIB)}"
     assert reasons.of_plan(work) == said
 
 

@@ -25,6 +25,20 @@ def test_the_batch_is_compared_with_the_noise_scale(noise_scale: float, said: st
     assert said in diagnose(points(noise_scale=noise_scale))[0]
 
 
+def test_batch_and_noise_scale_are_those_of_the_last_round() -> None:
+    found = [*points(2, noise_scale=12.0), *points(1, noise_scale=17.26)]
+    weight = found[-1]["weight"]
+    assert diagnose(found) == [
+        f"The effective batch of {weight} suits the gradient's noise scale of 17."
+    ]
+
+
+def test_a_noise_scale_that_jumps_is_said_not_to_be_settled() -> None:
+    (said,) = diagnose([*points(2, noise_scale=141.0), *points(1, noise_scale=58_712.0)])
+    assert "is 58,700 after the last round and not settled" in said
+    assert "between 141 and 58,700 in the last 3 rounds" in said
+
+
 def test_unlike_devices_are_named() -> None:
     (said,) = diagnose(points(heterogeneity=6.0, squared_gradient=2.0))
     assert "3.0 times" in said

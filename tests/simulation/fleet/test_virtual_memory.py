@@ -152,9 +152,7 @@ def test_a_device_reduces_a_micro_batch_size_that_would_exceed_its_limit(
     assert found.peak_bytes <= GUARD_SHARE * 282 * 2**20
     assert all(row["clients"][0]["micro_batch_size"] < 100 for row in rows)
     assert all(row["num_examples"] == 400 for row in rows)
-    assert (
-        memory_line(found) == "device 0 was the fullest, at 90% of 282 MiB; 0 ever over the limit"
-    )
+    assert memory_line(found) == "device 0 was the fullest, at 90% of 296 MB; 0 ever over the limit"
 
 
 def test_a_device_whose_memory_fits_no_example_is_refused(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_fullest_device_has_the_highest_ratio_of_peak_to_limit_in_any_round(
     found = peak_memory(rows, limits.__getitem__)
     assert found is not None
     assert memory_line(found) == (
-        "device b was the fullest, at 90% of 1,000 MiB; 0 ever over the limit"
+        "device b was the fullest, at 90% of 1.05 GB; 0 ever over the limit"
     )
 
 
