@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.common.system.printable import plot_label
 from headwater.server.rounds.round_row import column_of
+from headwater.server.weight_shares import weight_shares
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -206,20 +207,12 @@ def _draw_others(axes: Any, rounds: Sequence[int], others: Sequence[Mapping[int,
 
 def _draw_share(axes: Any, rows: Sequence[Row]) -> None:
     """Draw each device's share of all weight as a bar; in masked rounds the plans' examples."""
-    weights: defaultdict[str, float] = defaultdict(float)
-    for row in rows:
-        clients = row["clients"]
-        for name, own in zip(column_of(clients, "name"), column_of(clients, "weight"), strict=True):
-            weights[name] += own
-        for client in row.get("masked_clients", []):
-            weights[client["name"]] += client["planned_examples"]
-    names = sorted(weights, key=lambda name: -weights[name])
-    named = names if len(names) <= MAX_BARS + 1 else names[:MAX_BARS]
-    total = math.fsum(weights.values()) or 1.0
-    bars = [(_label(name), weights[name] / total) for name in named]
-    others = names[len(named) :]
+    shares = weight_shares(rows)
+    num_named = len(shares) if len(shares) <= MAX_BARS + 1 else MAX_BARS
+    bars = [(_label(name), share) for name, share in shares[:num_named]]
+    others = shares[num_named:]
     if others:
-        rest = math.fsum(weights[name] for name in others) / total
+        rest = math.fsum(share for _, share in others)
         bars.append((f"{len(others)} others, {rest / len(others):.2%} each", rest))
     axes.barh(range(len(bars)), [100 * share for _, share in bars], color="C0", alpha=0.35)
     for at, (label, share) in enumerate(bars):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.text import Text
@@ -26,6 +27,7 @@ from headwater.server.planning.target_batch import described
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.weight_shares import weight_shares
 
 MAX_NAMES = 3
 
@@ -115,7 +117,8 @@ def print_result(settings: Settings) -> None:
     folder = settings.out
     if folder is None:
         return
-    for last in (row for row in read_rows(folder)[-1:] if row["metrics"]):
+    rows = read_rows(folder)
+    for last in (row for row in rows[-1:] if row["metrics"]):
         parts: list[Text | str] = [f"after round {last['round']}:"]
         for name, value in last["metrics"].items():
             shown = "not finite" if value is None else f"{value:.4f}"
@@ -127,6 +130,7 @@ def print_result(settings: Settings) -> None:
         parts += evaluation_figures(last.get("num_held_out_clients"), len(missing), num_left_out)
         for line in pack(parts, console.width):
             console.print(line)
+        print_weights(rows)
         _print_shares(last.get("below_share") or [])
     for title, name in (
         ("model", MODEL),
@@ -140,6 +144,22 @@ def print_result(settings: Settings) -> None:
         if (folder / name).exists():
             note = _best_round(settings, folder) if name == BEST else ""
             console.print(f"  {title:<12}{folder / name}{note}", soft_wrap=True, markup=False)
+
+
+def print_weights(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print which devices had the largest and the smallest shares of all weight."""
+    shares = weight_shares(rows)
+    texts = [f"{printable_name(name)} {100 * share:.3g} %" for name, share in shares]
+    if len(texts) < 2:
+        return
+    by = "plans" if any(row.get("masked_clients") for row in rows) else "weight"
+    if len(texts) <= 2 * MAX_NAMES:
+        print_text(f"shares by {by}: {', '.join(texts)}")
+    else:
+        print_text(
+            f"shares by {by}, of {len(texts):,} devices: most {', '.join(texts[:MAX_NAMES])}; "
+            f"least {', '.join(texts[-MAX_NAMES:])}"
+        )
 
 
 def _print_shares(names: list[str]) -> None:

@@ -6,6 +6,7 @@ figures are taken column by column, and one device's are put together when they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ PLAIN = {
     "k": "accumulation_steps",
     "size": "micro_batch_size",
     "examples": "num_examples",
+    "weight": "weight",
     "seconds": "seconds",
     "loss": "loss",
     "memory": "peak_bytes",
@@ -29,6 +31,7 @@ MASKED = PLAIN | {
     "k": "planned_steps",
     "size": "planned_micro_batch_size",
     "examples": "planned_examples",
+    "weight": "planned_examples",
 }
 
 
@@ -63,11 +66,17 @@ class RoundParts:
 
 
 def parts_of(row: Row) -> RoundParts:
-    """Return the figures of a round's devices, from a live row or a line of rounds.jsonl."""
+    """Return the figures of a round's devices, from a live row or a line of rounds.jsonl.
+
+    ``weight_share`` is a device's share of the round's weight; under masks of the plans' examples.
+    """
     clients = field_of(row, "clients")
     plain = _of_reports(clients) if isinstance(clients, ClientRows) else _of_rows(clients, PLAIN)
     masked = _of_rows(field_of(row, "masked_clients") or (), MASKED)
     columns = {name: plain[name] + masked[name] for name in PLAIN}
+    weights = columns.pop("weight")
+    total = math.fsum(weight or 0 for weight in weights) or 1.0
+    columns["weight_share"] = [None if weight is None else weight / total for weight in weights]
     return RoundParts(field_of(row, "round"), columns.pop("name"), columns)
 
 

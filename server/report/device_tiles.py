@@ -30,7 +30,7 @@ def new_tile(name: str) -> Tile:
         **dict.fromkeys(
             ("k", "done", "quota", "size", "memory", "limit", "seconds", "speed", "heat")
         ),
-        **dict.fromkeys(("battery", "on_battery", "up", "down", "round", "share")),
+        **dict.fromkeys(("battery", "on_battery", "up", "down", "round", "share", "weight_share")),
         "name": label(name),
         "state": IDLE,
         "why": "",
@@ -71,6 +71,7 @@ def note_part(tile: Tile, part: Point) -> None:
         speed=_speed(examples, seconds),
         memory=part["memory"] or tile["memory"],
         done=part["k"],
+        weight_share=part["weight_share"],
     )
 
 

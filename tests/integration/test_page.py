@@ -157,6 +157,25 @@ def test_texts_from_devices_stay_texts(browser: Browser, tmp_path: Path) -> None
         assert HOSTILE in page.text("#device") + page.text("#devices")
 
 
+def test_a_phone_shows_twenty_of_a_hundred_devices_until_all_are_asked_for(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "run", row(1, *(f"device-{part:02}" for part in range(100))))
+    write_report(folder)
+    number, height = "document.querySelectorAll('.tile').length", "document.body.scrollHeight"
+    with tab(browser, (folder / REPORT).as_uri(), width=390) as page:
+        page.wait_for(f"{number} === 20")
+        few = page.page.evaluate(height)
+        assert page.page.evaluate("document.querySelector('#fleet').offsetHeight") < 2 * 844
+        assert page.text("#more") == "Show all 100 devices"
+        page.page.click("#more")
+        page.wait_for(f"{number} === 100")
+        assert page.page.evaluate(height) > few + 2 * 844
+    with tab(browser, (folder / REPORT).as_uri()) as page:
+        page.wait_for(f"{number} === 100")
+        assert "Share of weight" in page.text("#figures")
+
+
 def test_beyond_loopback_the_link_has_tls_and_a_token(browser: Browser, tmp_path: Path) -> None:
     task = write_task(tmp_path)
     with Processes(tmp_path) as processes:

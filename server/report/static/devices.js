@@ -3,6 +3,8 @@
 
 const STATES = ["planned", "computing", "uploading", "masking", "done", "idle", "left out", "dropped", "refused", "gone"];
 const MAX_CELLS = 24;
+// On a narrow screen a long list of devices begins with these; a button shows all.
+const FIRST = 20, NARROW = matchMedia("(max-width: 640px)");
 
 class Fleet {
   constructor(onOpen) {
@@ -10,6 +12,12 @@ class Fleet {
     this.devices = new Map();
     this.elements = new Map();
     this.order = "";
+    this.isWhole = false;
+    byId("more").addEventListener("click", () => {
+      this.isWhole = !this.isWhole;
+      this.layOut();
+    });
+    NARROW.addEventListener("change", () => this.layOut());
     byId("only").append(...STATES.map((state) => make("option", { value: state, text: state })));
     for (const id of ["find", "only", "sort", "look"]) byId(id).addEventListener("input", () => this.layOut());
     byId("devices").addEventListener("click", (event) => {
@@ -35,12 +43,18 @@ class Fleet {
       seconds: (a, b) => (b.seconds || 0) - (a.seconds || 0),
       memory: (a, b) => (used(b) || 0) - (used(a) || 0),
       k: (a, b) => (b.k || 0) - (a.k || 0),
+      share: (a, b) => (b.weight_share || 0) - (a.weight_share || 0),
     };
     return found.sort(by[byId("sort").value]);
   }
 
   layOut() {
-    const shown = this.shown(), look = byId("look").value;
+    const found = this.shown(), look = byId("look").value;
+    const isLong = NARROW.matches && found.length > FIRST + 5;
+    const shown = isLong && !this.isWhole ? found.slice(0, FIRST) : found;
+    byId("more").hidden = !isLong;
+    byId("more").textContent = this.isWhole ? `Show the first ${FIRST}` : `Show all ${whole(found.length)} devices`;
+    byId("more").setAttribute("aria-expanded", String(this.isWhole));
     const order = look + "\n" + shown.map((one) => one.name).join("\n");
     if (order !== this.order) {
       this.order = order;
@@ -55,7 +69,7 @@ class Fleet {
     const counts = new Map();
     for (const one of this.devices.values()) counts.set(one.state, (counts.get(one.state) || 0) + 1);
     const parts = STATES.filter((state) => counts.has(state)).map((state) => `${whole(counts.get(state))} ${state}`);
-    const filtered = shown.length < this.devices.size ? `; ${whole(shown.length)} shown` : "";
+    const filtered = found.length < this.devices.size ? `; ${whole(found.length)} found` : "";
     byId("counts").textContent = this.devices.size
       ? `${whole(this.devices.size)} devices: ${parts.join(", ")}${filtered}` : "No device has joined yet.";
   }
@@ -76,11 +90,11 @@ function newTile(device) {
   // A name that is too long loses its middle: its end tells like devices apart.
   const name = make("span", { class: "name" }, make("span", { text: device.name.slice(0, -8) }), make("span", { text: device.name.slice(-8) }));
   const state = make("span", { class: "chip" }), cells = make("div", { class: "bar" });
-  const memory = make("i"), plan = make("span"), took = make("span"), room = make("span"), sensors = make("span", { class: "row" });
+  const memory = make("i"), plan = make("span"), took = make("span"), room = make("span"), weight = make("span"), sensors = make("span", { class: "row" });
   const root = make("button", { class: "tile", type: "button", "data-name": device.name },
     make("span", { class: "top" }, name, state),
     make("span", { class: "row" }, plan, took), cells,
-    make("span", { class: "row" }, room), make("div", { class: "bar" }, memory), sensors);
+    make("span", { class: "row" }, room, weight), make("div", { class: "bar" }, memory), sensors);
   let number = null;
   const show = (one) => {
     chip(state, one.state);
@@ -99,6 +113,8 @@ function newTile(device) {
     memory.classList.toggle("hot", share > 0.95);
     memory.parentElement.hidden = share === null;
     room.textContent = memoryText(one);
+    weight.textContent = one.weight_share === null ? "" : shareText(one.weight_share);
+    weight.title = "share of the round's weight";
     sensors.textContent = sensorText(one);
     sensors.hidden = !sensors.textContent;
     root.title = one.why ? `${one.name}: ${one.why}` : one.name;
@@ -113,6 +129,10 @@ function memoryText(one) {
   return one.limit ? `${bytes(one.memory)} of ${bytes(one.limit)}` : bytes(one.memory);
 }
 
+function shareText(share) {
+  return share === null || share === undefined ? DASH : `${trim(100 * share, 3)} %`;
+}
+
 function sensorText(one) {
   const parts = [];
   if (one.heat !== null) parts.push(`${Math.round(one.heat)} °C`);
@@ -121,7 +141,7 @@ function sensorText(one) {
   return parts.join(" · ");
 }
 
-const COLUMNS = ["device", "state", "K × size", "done", "seconds", "examples/s", "memory", "limit", "heat", "battery", "up", "why"];
+const COLUMNS = ["device", "state", "K × size", "done", "share", "seconds", "examples/s", "memory", "limit", "heat", "battery", "up", "why"];
 
 function newRow(device) {
   const cells = COLUMNS.map(() => make("td"));
@@ -130,7 +150,7 @@ function newRow(device) {
   cells[1].append(state);
   const show = (one) => {
     chip(state, one.state);
-    const texts = [one.k ? `${whole(one.k)} × ${whole(one.size)}` : DASH, whole(one.done), seconds(one.seconds), short(one.speed),
+    const texts = [one.k ? `${whole(one.k)} × ${whole(one.size)}` : DASH, whole(one.done), shareText(one.weight_share), seconds(one.seconds), short(one.speed),
       bytes(one.memory), bytes(one.limit), one.heat === null ? DASH : `${Math.round(one.heat)} °C`,
       one.battery === null && one.on_battery ? "in use" : percent(one.battery), one.up ? `${bytes(one.up)}/s` : DASH, one.why || ""];
     texts.forEach((text, at) => { cells[at + 2].textContent = text; });
@@ -148,6 +168,7 @@ const DEVICE_CHARTS = [
   ["Seconds in each round", seconds, "seconds"],
   ["Micro-batches (K)", whole, "k"],
   ["Examples", whole, "examples"],
+  ["Share of the round's weight", shareText, "weight_share"],
   ["Peak memory", bytes, "memory"],
   ["Loss on its own examples", short, "loss"],
 ];
@@ -156,14 +177,14 @@ function showDevice(device, points) {
   byId("device-name").textContent = device.name;
   byId("device-why").textContent = `${device.state}${device.why ? `: ${device.why}` : ""}`;
   const facts = [["plan", device.k ? `${whole(device.k)} × ${whole(device.size)}` : DASH], ["quota", whole(device.quota)],
-    ["speed", device.speed ? `${short(device.speed)} examples/s` : DASH], ["memory", memoryText(device)],
+    ["speed", device.speed ? `${short(device.speed)} examples/s` : DASH], ["share of the weight", shareText(device.weight_share)], ["memory", memoryText(device)],
     ["heat", device.heat === null ? DASH : `${Math.round(device.heat)} °C`],
     ["battery", device.battery === null ? (device.on_battery ? "in use" : DASH) : `${percent(device.battery)}${device.on_battery ? ", in use" : ""}`],
     ["link", device.up ? `↑ ${bytes(device.up)}/s, ↓ ${bytes(device.down)}/s` : DASH]];
   byId("device-facts").replaceChildren(...facts.filter(([, text]) => text !== DASH).map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text }))));
   const charts = DEVICE_CHARTS.map(([title, format, key]) => {
     const chart = new Chart({ title, format, isWhole: format === whole, isFromZero: key !== "loss" });
-    chart.show([{ name: key === "k" ? "K" : key, points: points.map((one) => [one.round, one[key]]) }], "round", whole);
+    chart.show([{ name: key === "k" ? "K" : key.replace("weight_", ""), points: points.map((one) => [one.round, one[key]]) }], "round", whole);
     return chart;
   });
   byId("device-charts").replaceChildren(...charts.filter((chart) => chart.series.length).map((chart) => chart.element));

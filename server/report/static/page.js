@@ -9,7 +9,7 @@ const CHARTS = [
     line("training", points, (one) => one.loss),
     ...["test_loss", "held_out_loss"].map((name) => line(name.replace("_loss", "").replace("_", " "), points, (one) => one.metrics[name]))] },
   { title: "Metrics", format: short, isOptional: true, series: (points) => metricNames(points).map((name) => line(name.replaceAll("_", " "), points, (one) => one.metrics[name])) },
-  { title: "Effective batch and noise scale, in weight", format: short, isLog: true, series: (points) => [
+  { title: "Effective batch, in units of weight", format: short, isLog: true, series: (points) => [
     line("effective batch", points, (one) => one.weight),
     line("noise scale", points, (one) => one.noise_scale > 0 ? one.noise_scale : null)] },
   { title: "Time of a round, mean over devices", format: seconds, isStacked: true, isOptional: true, series: (points) =>
@@ -117,6 +117,11 @@ function showFigures() {
     add("Speed", short(examplesPerSecond), `examples a second${clock && `, ${clock}`}`);
     if (secondsPerEpoch !== null) add("Epoch", seconds(secondsPerEpoch), `for the ${whole(epochExamples)} examples of all devices`);
     add("Devices", `${whole(one.num_clients)} of ${whole(one.num_invited)}`, "in the last sum");
+    const shares = [...fleet.devices.values()].filter((each) => each.weight_share !== null && each.round >= one.round).sort((a, b) => a.weight_share - b.weight_share);
+    if (shares.length > 1) {
+      const [least, most] = [shares[0], shares[shares.length - 1]];
+      add("Share of weight", `${shareText(least.weight_share)} to ${shareText(most.weight_share)}`, `by device: ${least.name} least, ${most.name} most${one.is_masked ? ", as planned" : ""}`);
+    }
     add("K", one.k_min === one.k_max ? whole(one.k_min) : `${whole(one.k_min)} to ${whole(one.k_max)}`, "micro-batches per device");
     add("Traffic", bytes(one.bytes_up + one.bytes_down), `a round: ↑\u00a0${bytes(one.bytes_up)}, ↓\u00a0${bytes(one.bytes_down)}`);
     if (one.epsilon !== null) add("Epsilon", short(one.epsilon), `spent by each ${about.unit}, delta ${short(one.delta)}`);
