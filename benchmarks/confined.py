@@ -14,7 +14,6 @@ while it works (``lowered``).
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 from benchmarks import serving
 from benchmarks.confine import Cage, Confinement, caged
 from benchmarks.measure import ROOT, Figures, arguments, report
+from headwater.server.operations.round_log import read_rows
 
 TASK = "benchmarks/tasks.py:Pictures"
 MB = 1_000_000
@@ -78,9 +78,7 @@ def run(
                 device, num_bytes = lower
                 lowering = _lower(cages[device], devices[device], num_bytes)
                 stack.callback(lowering.join)
-        rows = [
-            json.loads(line) for line in (folder / "out" / "rounds.jsonl").read_text().splitlines()
-        ]
+        rows = read_rows(folder / "out")
         kills = sum(cage.num_kills() for cage in cages)
         status = [device.wait(30) for device in devices]
     if len(rows) != num_rounds or kills or any(status):

@@ -103,7 +103,7 @@ class Run:
         if not rows:
             raise SettingsError("there is no round to plot", remedy="train for a round or more")
         try:
-            figure = curves(rows)
+            figure = curves(rows, task=self.settings.task)
         except ImportError as error:
             raise SettingsError(
                 "plot() needs matplotlib, which is not installed",

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from headwater.server.operations import orders
+from headwater.server.operations.round_log import row_of_line
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_SECONDS = 280.0  # twenty times what most of them take on two idle cores
@@ -442,7 +443,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     """Return what a run noted of its rounds, without a line that is being written."""
     path = folder / "rounds.jsonl"
     whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [row_of_line(json.loads(line)) for line in whole.splitlines()]
 
 
 def model_digest(folder: Path) -> str:

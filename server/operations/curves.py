@@ -10,52 +10,76 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.common.settings.keywords import PREFIX
 from headwater.common.system.printable import plot_label
+from headwater.common.wording import counted
 from headwater.server.rounds.round_row import column_of
-from headwater.server.weight_shares import weight_shares
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
-COLUMNS, PANEL_INCHES, HEIGHT_INCHES = 4, 3.9, 3.1
+MAX_COLUMNS, PANEL_INCHES, HEIGHT_INCHES, TITLE_INCHES = 4, 3.9, 3.1, 0.4
 # More names than these could not be read: the other devices are drawn together.
 MAX_LINES, MAX_BARS, MAX_METRICS = 5, 8, 6
+FEW_ROUNDS = 12
+"""So few rounds have a bar each for K."""
 MAX_NAME_CHARACTERS = 34
 # A logarithmic axis for a smaller range has ticks that are hard to read.
 MIN_LOG_RATIO, MAX_LOG_RATIO = 5.0, 1e12
 TIME_UNITS = (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
-def draw_curves(rows: Sequence[Row], path: Path) -> None:
+def draw_curves(rows: Sequence[Row], path: Path, *, task: str | None = None) -> None:
     """Draw the ``curves`` into a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    curves(rows).savefig(path, dpi=120)
+    curves(rows, task=task).savefig(path, dpi=120)
 
 
-def curves(rows: Sequence[Row]) -> Figure:
-    """Draw rows of rounds.jsonl, at least one: two lines of four panels.
+def curves(rows: Sequence[Row], *, task: str | None = None) -> Figure:
+    """Draw rows of rounds.jsonl, at least one: a title, and the panels that have something to show.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    width, height = PANEL_INCHES * COLUMNS, HEIGHT_INCHES * len(PANELS) / COLUMNS
+    panels = [draw for draw, is_shown in PANELS if is_shown(rows)]
+    num_lines = -(-len(panels) // MAX_COLUMNS)
+    num_columns = -(-len(panels) // num_lines)
+    width, height = PANEL_INCHES * num_columns, HEIGHT_INCHES * num_lines + TITLE_INCHES
     figure = Figure(figsize=(width, height))
     # Margins in inches: measuring all labels for them would take as long as drawing the figure.
     # The widest tick label has six characters (``short_number``), which take half an inch.
     margins = {"left": 0.7 / width, "right": 1 - 0.15 / width}
-    margins |= {"bottom": 0.5 / height, "top": 1 - 0.35 / height, "wspace": 0.22, "hspace": 0.42}
-    subplots = figure.subplots(len(PANELS) // COLUMNS, COLUMNS, gridspec_kw=margins)
-    for draw, axes in zip(PANELS, subplots.flat, strict=True):
+    margins |= {"bottom": 0.5 / height, "top": 1 - (0.35 + TITLE_INCHES) / height}
+    margins |= {"wspace": 0.22, "hspace": 0.42}
+    subplots = figure.subplots(num_lines, num_columns, squeeze=False, gridspec_kw=margins)
+    for axes in subplots.flat[len(panels) :]:
+        axes.remove()
+    for draw, axes in zip(panels, subplots.flat, strict=False):
         draw(axes, rows)
         axes.spines[["top", "right"]].set_visible(False)
+    at = 1 - 0.22 / height
+    figure.suptitle(run_title(rows, task), x=0.7 / width, y=at, ha="left", va="center")
     return figure
+
+
+def run_title(rows: Sequence[Row], task: str | None) -> str:
+    """Return the run's task, number of devices and rounds: "digits.py, 20 devices, 50 rounds"."""
+    names = {
+        name
+        for row in rows
+        for clients in (row["clients"], row.get("masked_clients", []))
+        for name in column_of(clients, "name")
+    }
+    parts = [counted(len(names), "device"), counted(rows[-1]["round"], "round")]
+    name = _label((task or "").removeprefix(PREFIX).rpartition("/")[2])
+    return ", ".join([name, *parts] if name else parts)
 
 
 # Loss and metrics.
@@ -89,7 +113,7 @@ def _draw_losses(axes: Any, rows: Sequence[Row], at: Sequence[float]) -> None:
 
 
 def _draw_metrics(axes: Any, rows: Sequence[Row]) -> None:
-    names = sorted({name for row in rows for name in row["metrics"] if not name.endswith("_loss")})
+    names = _metric_names(rows)
     # The tests' metrics first: there may be more than a legend can name.
     names.sort(key=lambda name: name.startswith("train_"))
     for name in names[:MAX_METRICS]:
@@ -97,8 +121,11 @@ def _draw_metrics(axes: Any, rows: Sequence[Row]) -> None:
     more = f" ({MAX_METRICS} of {len(names)})" if len(names) > MAX_METRICS else ""
     axes.set(title=f"metrics{more}")
     _by_round(axes)
-    if names:
-        axes.legend(frameon=False, fontsize="small")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _metric_names(rows: Sequence[Row]) -> list[str]:
+    return sorted({name for row in rows for name in row["metrics"] if not name.endswith("_loss")})
 
 
 # The round's work.
@@ -111,12 +138,19 @@ def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
         + [client["planned_steps"] for client in row.get("masked_clients", [])]
         for row in rows
     ]
-    low, high = [min(s) for s in steps], [max(s) for s in steps]
-    axes.fill_between(_rounds(rows), low, high, alpha=0.3, label="K, min to max")
-    _plot(axes, _rounds(rows), [sum(s) / len(s) for s in steps], "K, mean")
-    axes.set(title="accumulation steps per device")
+    at, low, high = _rounds(rows), [min(s) for s in steps], [max(s) for s in steps]
+    means = [sum(s) / len(s) for s in steps]
+    if len(rows) <= FEW_ROUNDS:
+        axes.bar(at, means, width=0.6, alpha=0.35, label="K, mean")
+        if low != high:
+            axes.vlines(at, low, high, label="K, min to max")
+    else:
+        axes.fill_between(at, low, high, alpha=0.3, label="K, min to max")
+        _plot(axes, at, means, "K, mean")
+    axes.set(title="accumulation steps per device", ylim=(0, 1.3 * max(*high, 1)))
     _by_round(axes)
-    axes.legend(frameon=False)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, loc="upper right", ncols=2)
 
 
 def _draw_batch(axes: Any, rows: Sequence[Row]) -> None:
@@ -149,10 +183,7 @@ def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
     axes.set(title="left out per round", ylim=(0, max(*examples, *devices, 1) * 1.3))
     _by_round(axes)
     axes.yaxis.get_major_locator().set_params(integer=True)
-    if any(examples) or any(devices):
-        axes.legend(frameon=False, loc="upper left")
-    else:
-        axes.annotate("nothing", (0.5, 0.5), xycoords="axes fraction", ha="center")
+    axes.legend(frameon=False, loc="upper left")
 
 
 def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
@@ -203,6 +234,24 @@ def _draw_others(axes: Any, rounds: Sequence[int], others: Sequence[Mapping[int,
     axes.fill_between(rounds, list(map(min, found)), list(map(max, found)), alpha=0.25, color="0.5")
     middle = [statistics.median(values) for values in found]
     axes.plot(rounds, middle, color="0.4", label=f"median of {len(others)} others")
+
+
+def weight_shares(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    """Return the devices' names and shares of all weight, the largest first; they add up to 1.
+
+    Of masked and private rounds the server knows no device's weight: the examples of the plans
+    stand for it, which the server chose itself. Without any weight all shares are 0.
+    """
+    weights: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        clients = row["clients"]
+        for name, own in zip(column_of(clients, "name"), column_of(clients, "weight"), strict=True):
+            weights[name] += own
+        for client in row.get("masked_clients", []):
+            weights[client["name"]] += client["planned_examples"]
+    total = math.fsum(weights.values()) or 1.0
+    found = [(name, weight / total) for name, weight in weights.items()]
+    return sorted(found, key=lambda one: -one[1])
 
 
 def _draw_share(axes: Any, rows: Sequence[Row]) -> None:
@@ -301,13 +350,32 @@ def _rounds(rows: Sequence[Row]) -> list[int]:
     return [row["round"] for row in rows]
 
 
-PANELS: tuple[Callable[[Any, Sequence[Row]], None], ...] = (
-    _draw_loss,
-    _draw_loss_over_time,
-    _draw_metrics,
-    _draw_left_out,
-    _draw_seconds,
-    _draw_share,
-    _draw_steps,
-    _draw_batch,
+def _has_loss(rows: Sequence[Row]) -> bool:
+    return any(row["loss"] is not None and math.isfinite(row["loss"]) for row in rows) or any(
+        name.endswith("_loss") for row in rows for name in row["metrics"]
+    )
+
+
+def _has_left_out(rows: Sequence[Row]) -> bool:
+    return any(
+        row.get("epsilon") is not None or _num_left_out(row) or row["left_out"] or row["refused"]
+        for row in rows
+    )
+
+
+def _always(rows: Sequence[Row]) -> bool:
+    return True
+
+
+Draw = Callable[[Any, Sequence[Row]], None]
+PANELS: tuple[tuple[Draw, Callable[[Sequence[Row]], bool]], ...] = (
+    (_draw_loss, _has_loss),
+    (_draw_loss_over_time, _has_loss),
+    (_draw_metrics, lambda rows: bool(_metric_names(rows))),
+    (_draw_left_out, _has_left_out),
+    (_draw_seconds, _always),
+    (_draw_share, _always),
+    (_draw_steps, _always),
+    (_draw_batch, _always),
 )
+"""The panels, and whether each has something to show."""

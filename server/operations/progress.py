@@ -21,13 +21,13 @@ from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
 from headwater.server.features import RESULT_FILES, work_text
+from headwater.server.operations.curves import weight_shares
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS, read_rows
 from headwater.server.planning.target_batch import described
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import OnRound
 from headwater.server.rounds.round_row import RoundRow
-from headwater.server.weight_shares import weight_shares
 
 MAX_NAMES = 3
 

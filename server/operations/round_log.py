@@ -9,7 +9,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ MAX_IN_LINE = 32
 CURVES = "curves.png"
 EVENTS = "tensorboard"
 REPORT = "report.html"
+STEP_FIGURES = ("step_gradient_norm", "gradient_variance")
+"""A client's figures of its steps that may be unknown."""
+FIELDS: Mapping[str, Callable[[], object] | None] = {
+    field.name: None if field.default_factory is MISSING else field.default_factory
+    for field in fields(RoundRow)
+} | {"clients": list, "below_share": list}
+EMPTY: tuple[object, ...] = ({}, [], ())
+MAY_BE_OMITTED = {
+    field.name
+    for field in fields(RoundRow)
+    if field.default is None or field.default in EMPTY or field.default_factory is not MISSING
+} | {"loss"}
+"""What a line leaves out where it is unknown or empty."""
 NOISE = (
     "noise_scale",
     "gradient_variance",
@@ -58,6 +72,7 @@ class RoundLog(Observer):
         """Without ``draws_curves`` there is no curves.png, which takes longer than a short run."""
         self._draws_curves = draws_curves
         self._folder: Path | None = None
+        self._task: str | None = None
         self._file: RowsFile
         self._has_tables = True
         self._is_gone = False
@@ -85,7 +100,7 @@ class RoundLog(Observer):
             raise StateError(
                 f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
             ) from error
-        self._folder = folder
+        self._folder, self._task = folder, settings.task
         self._has_tables = settings.standby.shared_state is None  # a standby gets the lines alone
         self._board = _Board.open(folder / EVENTS, is_bounded=is_bounded)
 
@@ -102,7 +117,7 @@ class RoundLog(Observer):
             self._is_gone = True
             raise RunFolderGone(f"{self._folder / ROUNDS} was removed while the run went on")
         try:
-            self._file.write(_json(row, self._clients_of(row)))
+            self._file.write(line_of_row(row, self._clients_of(row)))
             self._write_to_board(row)
         except OSError as error:
             raise StateError(
@@ -153,7 +168,7 @@ class RoundLog(Observer):
             if self._board is not None:
                 self._board.close()
             if self._draws_curves and not self._is_gone:
-                _draw(self._folder)
+                _draw(self._folder, self._task)
         except OSError as error:
             log.warning("no %s in %s: %s", CURVES, self._folder, error.strerror)
 
@@ -190,13 +205,76 @@ def row_of_dict(fields: Mapping[str, Any]) -> RoundRow:
     return row
 
 
-def _json(row: RoundRow, clients: list[dict[str, Any]] | Mapping[str, int]) -> str:
-    masked = [_fields(client) for client in row.masked_clients]
-    fields = {**_fields(row), "clients": clients, "masked_clients": masked}
+def line_of_row(row: RoundRow, clients: list[dict[str, Any]] | Mapping[str, int]) -> str:
+    """Return a row's line of rounds.jsonl, without what is unknown or empty.
+
+    ``clients`` are their figures, which the line has as columns, or where their table is.
+    """
+    masked = _columns([_fields(client) for client in row.masked_clients])
+    table = _columns(clients) if isinstance(clients, list) else clients
+    fields = {**_fields(row), "clients": table, "masked_clients": masked}
     try:
-        return json.dumps(fields, allow_nan=False)
+        return _dumped(_known(fields))
     except ValueError:
-        return json.dumps(_without_nan(fields), allow_nan=False)
+        return _dumped(_known(_without_nan(fields)))
+
+
+def _dumped(fields: object) -> str:
+    return json.dumps(fields, allow_nan=False, separators=(",", ":"))
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in MAY_BE_OMITTED or (value is not None and value not in EMPTY)
+    }
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a column for each figure; one value for all if it is the same, but of the names.
+
+    Lists of unknown numbers, one for each step, are left out.
+    """
+    columns: dict[str, Any] = {}
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows]
+        if isinstance(values[0], list):
+            unknown = [[None] * len(steps) for steps in columns.get("step_seconds", ())]
+            if name not in STEP_FIGURES or values != unknown:
+                columns[name] = values
+        else:
+            is_same = name != "name" and values.count(values[0]) == len(values)
+            columns[name] = values[0] if is_same else values
+    return columns
+
+
+def row_of_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a parsed line: with what it leaves out, and each client's figures by name.
+
+    A line of an earlier version has all of it, and stays as it is.
+    """
+    row = {
+        name: line.get(name, None if of_round is None else of_round())
+        for name, of_round in FIELDS.items()
+        if name in line or name in MAY_BE_OMITTED
+    }
+    row |= {name: value for name, value in line.items() if name not in row}
+    for name in ("clients", "masked_clients"):
+        if isinstance(row[name], dict) and not _is_place(row[name]):
+            row[name] = _rows_of_columns(row[name])
+    return row
+
+
+def _rows_of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    number = len(columns["name"])
+    full = {
+        name: values if isinstance(values, list) else [values] * number
+        for name, values in columns.items()
+    }
+    for name in STEP_FIGURES if "step_seconds" in full else ():
+        full.setdefault(name, [[None] * len(steps) for steps in full["step_seconds"]])
+    return [dict(zip(full, values, strict=True)) for values in zip(*full.values(), strict=True)]
 
 
 def _fields(row: RoundRow | ClientRow | MaskedClientRow) -> dict[str, Any]:
@@ -226,8 +304,8 @@ def _drop_rows_after(round_number: int, path: Path) -> None:
     if not path.exists() and path.name != ROUNDS:
         return
     kept = [row for row in _lines_of(path) if row["round"] <= round_number] if path.exists() else []
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    places = [row["clients"] for row in kept if isinstance(row["clients"], dict)]
+    write_atomically(path, "".join(_dumped(row) + "\n" for row in kept).encode())
+    places = [row["clients"] for row in kept if _is_place(row.get("clients"))]
     if (tables := tables_beside(path)).exists():
         end = max((one["at"] + one["num_bytes"] for one in places), default=0)
         os.truncate(tables, min(end, tables.stat().st_size))
@@ -245,8 +323,9 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    for row in _lines_of(path):
-        if isinstance(row.get("clients"), dict):
+    for line in _lines_of(path):
+        row = row_of_line(line)
+        if isinstance(row["clients"], dict):
             from headwater.server.operations.client_table import StoredTable
 
             row["clients"] = StoredTable(tables_beside(path), row["clients"])
@@ -266,16 +345,35 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 log.warning("%s: an incomplete line is skipped", path)
 
 
+def _is_place(clients: object) -> bool:
+    """Whether a line's clients are a place in a file of tables."""
+    return isinstance(clients, dict) and "at" in clients
+
+
 def _has_clients(row: Mapping[str, Any]) -> bool:
-    """Whether a line's clients are none, a list, or a place in a file of tables."""
-    place = row.get("clients")
-    if not isinstance(place, dict):
-        return place is None or isinstance(place, list)
-    numbers = [place.get(name) for name in ("at", "num_bytes", "num_clients")]
-    return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+    """Whether a line's clients are none, a list, columns, or a place in a file of tables."""
+    clients = row.get("clients")
+    if isinstance(clients, dict) and _is_place(clients):
+        numbers = [clients.get(name) for name in ("at", "num_bytes", "num_clients")]
+        return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+    return all(
+        one is None or isinstance(one, list) or (isinstance(one, dict) and _are_columns(one))
+        for one in (clients, row.get("masked_clients"))
+    )
 
 
-def _draw(folder: Path) -> None:
+def _are_columns(columns: Mapping[str, Any]) -> bool:
+    lists = [values for values in columns.values() if isinstance(values, list)]
+    names, steps = columns.get("name"), columns.get("step_seconds", [])
+    return (
+        isinstance(names, list)
+        and all(len(values) == len(names) for values in lists)
+        and isinstance(steps, list)
+        and all(isinstance(each, list) for each in steps)
+    )
+
+
+def _draw(folder: Path, task: str | None) -> None:
     """Draw curves.png; what cannot be drawn is said, and ends no run.
 
     Devices tell some of its figures.
@@ -287,7 +385,7 @@ def _draw(folder: Path) -> None:
         log.warning("no curves.png: pip install 'headwater[server]' draws one")
         return
     try:
-        draw_curves(rows, folder / CURVES)
+        draw_curves(rows, folder / CURVES, task=task)
     except (ArithmeticError, ValueError) as error:
         log.warning("no %s: %s", CURVES, error)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import time
@@ -367,8 +366,7 @@ def vanishing(settings: Settings) -> list[str | None]:
 
 
 def names_by_round(out: Path) -> list[list[str]]:
-    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    return [[client["name"] for client in row["clients"]] for row in rounds]
+    return [[client["name"] for client in row["clients"]] for row in read_rows(out)]
 
 
 def test_every_setting_of_a_run_can_be_set_by_run_config() -> None:

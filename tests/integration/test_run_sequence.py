@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import headwater
+from headwater.server.operations.round_log import read_rows
 from tests.processes import Process, Processes, port_of, until, work_in
 
 TASKS = """
@@ -40,9 +40,7 @@ class Second(First):
 
 def rows(folder: Path) -> list[set[str]]:
     """Return the devices of each round."""
-    file = folder / "rounds.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [{client["name"] for client in json.loads(line)["clients"]} for line in lines]
+    return [{client["name"] for client in row["clients"]} for row in read_rows(folder)]
 
 
 @pytest.mark.slow

@@ -20,7 +20,14 @@ from headwater.common.settings.sources import load
 from headwater.server.operations import client_table
 from headwater.server.operations.client_table import ClientTable
 from headwater.server.operations.log_limits import RowsFile, older_file, tables_beside
-from headwater.server.operations.round_log import MAX_IN_LINE, ROUNDS, RoundLog, read_rows, rows_of
+from headwater.server.operations.round_log import (
+    MAX_IN_LINE,
+    ROUNDS,
+    RoundLog,
+    read_rows,
+    row_of_line,
+    rows_of,
+)
 from headwater.server.rounds.round_row import ClientRows, RoundRow
 from headwater.simulation.compute import batched
 from headwater.simulation.fleet.fleet_spec import with_fleet
@@ -100,7 +107,7 @@ def test_clients_that_were_computed_in_several_blocks_are_in_the_order_of_the_pl
 def test_a_small_round_stays_in_its_line(tmp_path: Path) -> None:
     rows = simulate(tmp_path, clients=MAX_IN_LINE)
     line = json.loads((tmp_path / ROUNDS).read_text().splitlines()[0])
-    assert line["clients"] == as_read(rows[0])
+    assert row_of_line(line)["clients"] == as_read(rows[0])
     assert not tables_beside(tmp_path / ROUNDS).exists()
 
 
@@ -119,7 +126,7 @@ def test_a_run_that_a_standby_follows_has_no_tables(tmp_path: Path) -> None:
     log.stepped(row)
     log.ended()
     line = json.loads((tmp_path / "followed" / ROUNDS).read_text())
-    assert line["clients"] == as_read(row)
+    assert row_of_line(line)["clients"] == as_read(row)
 
 
 def test_rows_after_the_checkpoint_go_with_their_tables(tmp_path: Path) -> None:

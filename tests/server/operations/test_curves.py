@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headwater.server.operations.curves import curves, short_number
+from headwater.server.operations.curves import FEW_ROUNDS, curves, short_number
 from headwater.server.operations.round_log import row_to_dict
 from tests.round_rows import client, masked, row
 
@@ -47,6 +47,38 @@ def test_rows_of_an_older_run_count_their_left_out_examples() -> None:
     rows = rows_of(1, clients=[client("pi", num_refused=3), client("nas", num_refused=4)])
     del rows[0]["num_examples_left_out"]
     assert lines(panel(rows, "left out"))["examples"] == [7]
+
+
+def titles(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return [axes.get_title() for axes in curves(rows).axes]
+
+
+def test_a_panel_with_nothing_to_show_is_left_out() -> None:
+    full = titles(rows_of(3, "pi", num_examples_left_out=1))
+    assert len(full) == 8
+    assert titles(rows_of(3, "pi")) == [title for title in full if title != "left out per round"]
+    assert len(titles(rows_of(3, "pi", metrics={}))) == 6
+    assert "loss over time" not in titles(rows_of(3, "pi", loss=None, metrics={}))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("examples/digits.py:Digits", "digits.py:Digits, 2 devices, 3 rounds"),
+        ("python:Mine", "Mine, 2 devices, 3 rounds"),
+        (None, "2 devices, 3 rounds"),
+    ],
+)
+def test_the_title_names_the_task_the_devices_and_the_rounds(task: str | None, said: str) -> None:
+    rows = rows_of(3, "a", masked_clients=[masked("m")])
+    assert curves(rows, task=task).get_suptitle() == said
+
+
+def test_k_of_few_rounds_is_drawn_as_bars_from_0() -> None:
+    axes = panel(rows_of(FEW_ROUNDS, "pi"), "accumulation steps")
+    assert [bar.get_height() for bar in axes.patches] == [2] * FEW_ROUNDS
+    assert axes.get_ylim()[0] == 0
+    assert not panel(rows_of(FEW_ROUNDS + 1, "pi"), "accumulation steps").patches
 
 
 FLEET = [f"device-{part:02}" for part in range(100)]

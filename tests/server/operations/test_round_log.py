@@ -12,6 +12,7 @@ from torch import nn
 
 from headwater.common.errors import StateError
 from headwater.common.settings.schema import Settings
+from headwater.server.operations.client_table import LISTS
 from headwater.server.operations.round_log import (
     CURVES,
     EVENTS,
@@ -19,8 +20,10 @@ from headwater.server.operations.round_log import (
     ROUNDS,
     RoundLog,
     read_rows,
+    row_to_dict,
 )
-from tests.round_rows import row
+from headwater.server.rounds.round_row import RoundRow
+from tests.round_rows import client, masked, row
 
 CLIENTS = ("pi", "laptop")
 
@@ -62,6 +65,56 @@ def test_a_line_cut_off_by_a_crash_is_skipped_and_written_again(tmp_path: Path) 
     round_log.stepped(row(2, *CLIENTS))
     round_log.ended()
     assert [json.loads(line)["round"] for line in file.read_text().splitlines()] == [1, 2]
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        row(1, *CLIENTS),
+        row(1, "pi"),
+        row(1, clients=[], masked_clients=[masked("m"), masked("n")], epsilon=0.5, delta=1e-5),
+        row(1, clients=[client("a", **{name: [] for name in LISTS})]),
+        row(1, clients=[client("a", step_gradient_norm=[None, 2.0]), client("b", weight=7)]),
+        row(1, *CLIENTS, left_out={"x": "slow"}, below_share=["x"], target=5, noise_scale=2.5),
+    ],
+)
+def test_a_line_is_read_as_the_row_was(tmp_path: Path, given: RoundRow) -> None:
+    round_log = opened(tmp_path)
+    round_log.stepped(given)
+    round_log.ended()
+    assert read_rows(tmp_path) == [as_json(row_to_dict(given))]
+    assert "null" not in (tmp_path / ROUNDS).read_text().replace("[null", "")
+    opened(tmp_path, 1).ended()
+    assert read_rows(tmp_path) == [as_json(row_to_dict(given))]
+
+
+def test_a_line_of_an_earlier_version_is_read_as_it_is(tmp_path: Path) -> None:
+    found = as_json(row_to_dict(row(1, *CLIENTS, masked_clients=[masked("m")])))
+    (tmp_path / ROUNDS).write_text(json.dumps(found) + "\n")
+    assert read_rows(tmp_path) == [found]
+
+
+def test_a_line_takes_half_the_bytes_of_its_row(tmp_path: Path) -> None:
+    given = row(1, *(f"device-{part}" for part in range(10)))
+    round_log = opened(tmp_path)
+    round_log.stepped(given)
+    round_log.ended()
+    assert 2 * (tmp_path / ROUNDS).stat().st_size < len(json.dumps(row_to_dict(given)))
+
+
+@pytest.mark.parametrize(
+    "columns", [{"name": 3}, {"name": ["a"], "weight": [1, 2]}, {"name": ["a"], "step_seconds": 1}]
+)
+def test_a_line_with_damaged_columns_is_skipped(tmp_path: Path, columns: dict[str, Any]) -> None:
+    written(tmp_path, 1)
+    damaged = as_json(row_to_dict(row(2, *CLIENTS))) | {"clients": columns}
+    with (tmp_path / ROUNDS).open("a") as lines:
+        lines.write(json.dumps(damaged) + "\n")
+    assert [found["round"] for found in read_rows(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("damage", [b"\xb9\x80\xff", bytes(40), b"[1, 2]", b'{"round": "x"}'])
@@ -124,7 +177,7 @@ def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
     for line in lines:
         for name in ("target", "target_by", *NOISE):
-            del line[name]
+            line.pop(name, None)
     (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / CURVES).unlink()
     opened(tmp_path, 2).ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from headwater.client.training.gradient_pass import add_micro_batch
 from headwater.simulation.guide import loop_lab, masks_lab, memory_lab, pace_lab, sums_lab
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def errors(examples: int, size: int) -> dict[str, float | None]:
@@ -79,6 +82,17 @@ def test_each_traced_line_is_a_line_of_the_source_that_is_shown() -> None:
     for step in found["steps"]:
         source = found["sources"][step["function"]]
         assert source["lines"][step["line"] - source["first"]].strip()
+
+
+def test_the_sources_of_the_loop_are_the_lines_of_the_core_s_files() -> None:
+    sources = loop_lab.trace(3)["sources"]
+    assert {source["file"] for source in sources.values()} == {
+        "client/training/window.py",
+        "client/training/gradient_pass.py",
+    }
+    for source in sources.values():
+        text, start = (ROOT / source["file"]).read_text().splitlines(), source["first"] - 1
+        assert source["lines"] == text[start : start + len(source["lines"])]
 
 
 def test_masks_hide_the_update_until_all_others_collude() -> None:

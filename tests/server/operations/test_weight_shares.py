@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headwater.server.operations.curves import weight_shares
 from headwater.server.operations.progress import print_weights
 from headwater.server.operations.round_log import row_to_dict
 from headwater.server.report.device_points import parts_of
-from headwater.server.weight_shares import weight_shares
 from tests.round_rows import client, masked, row
 
 
