@@ -99,8 +99,8 @@ def _draw_loss_over_time(axes: Any, rows: Sequence[Row]) -> None:
     unit, size = next((unit for unit in TIME_UNITS if seconds[-1] >= 2 * unit[1]), TIME_UNITS[-1])
     _draw_losses(axes, rows, [second / size for second in seconds])
     axes.set(title="loss over time", xlabel=f"{'virtual time' if is_virtual else 'time'}, {unit}")
-    _short_ticks(axes.xaxis)
-    _short_ticks(axes.yaxis)
+    short_ticks(axes.xaxis)
+    short_ticks(axes.yaxis)
 
 
 def _draw_losses(axes: Any, rows: Sequence[Row], at: Sequence[float]) -> None:
@@ -108,7 +108,7 @@ def _draw_losses(axes: Any, rows: Sequence[Row], at: Sequence[float]) -> None:
     _plot(axes, at, losses, "training")
     for name in ("test_loss", "held_out_loss"):
         _plot_metric(axes, rows, at, name, name.removesuffix("_loss").replace("_", " "))
-    _scale(axes)
+    scale_if_far_apart(axes)
     axes.legend(frameon=False)
 
 
@@ -162,7 +162,7 @@ def _draw_batch(axes: Any, rows: Sequence[Row]) -> None:
         scale = [math.nan if value is None else value for value in known]
         _plot(axes, _rounds(rows), scale, "noise scale")
     axes.set(title="weight per round")
-    _scale(axes)
+    scale_if_far_apart(axes)
     _by_round(axes)
     axes.legend(frameon=False)
 
@@ -220,7 +220,7 @@ def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
     if others:
         _draw_others(axes, _rounds(rows), [seconds[name] for name in others])
     axes.set(title="seconds per device")
-    _scale(axes)
+    scale_if_far_apart(axes)
     _by_round(axes)
     # The legend has the upper part of the panel to itself.
     (low, high), room = axes.get_ylim(), 0.15 * len(axes.get_lines())
@@ -270,7 +270,7 @@ def _draw_share(axes: Any, rows: Sequence[Row]) -> None:
     lowest = max(len(bars), 5) - 0.4
     axes.set(title="share of all weight", xlabel="%", yticks=[], xlim=(0, None))
     axes.set_ylim(lowest, -0.6)
-    _short_ticks(axes.xaxis)
+    short_ticks(axes.xaxis)
 
 
 # Axes.
@@ -303,7 +303,7 @@ def _plot_metric(
         _plot(axes, found, values, label)
 
 
-def _scale(axes: Any) -> None:
+def scale_if_far_apart(axes: Any) -> None:
     """Make the y axis logarithmic where the values are positive and far apart."""
     lines = [value for line in axes.get_lines() for value in line.get_ydata()]
     known = [value for value in lines if math.isfinite(value)]
@@ -324,11 +324,12 @@ def _by_round(axes: Any) -> None:
     if first == last:
         axes.set_xlim(first - 1, last + 1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    _short_ticks(axes.xaxis)
-    _short_ticks(axes.yaxis)
+    short_ticks(axes.xaxis)
+    short_ticks(axes.yaxis)
 
 
-def _short_ticks(axis: Any) -> None:
+def short_ticks(axis: Any) -> None:
+    """Label an axis with ``short_number``."""
     axis.set_major_formatter(lambda value, _: short_number(value))
 
 

@@ -54,11 +54,11 @@ def test_the_size_counts_what_an_earlier_process_wrote(tmp_path: Path) -> None:
 def test_rows_of_both_files_are_read_in_order_and_dropped_after_the_resumed_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowsFile.__init__, "__kwdefaults__", {"max_bytes": 1500})
+    monkeypatch.setattr(RowsFile.__init__, "__kwdefaults__", {"max_bytes": 1000})
     settings = Settings(out=tmp_path, rounds="forever")
     rows_log = RoundLog()
     rows_log.started(settings, round_number=0, model=nn.Module())
-    for number in range(1, 6):  # a row has some 1,000 bytes
+    for number in range(1, 6):  # a row has some 700 bytes
         rows_log.stepped(row(number, "pi"))
     assert [one["round"] for one in read_rows(tmp_path)] == [4, 5]
     rows_log.ended()
