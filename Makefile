@@ -7,8 +7,8 @@ VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 MYPY_FOR = $(VENV)/bin/mypy --platform $(1) --cache-dir .mypy_cache/$(1) headwater examples
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
-# The slow tests wait for processes and sockets for half of their time: one more than there are cores.
-PYTEST_SLOW := $(VENV)/bin/python -m pytest -n 3 --dist worksteal
+# The slow tests wait for processes and sockets for half of their time: two for each of two cores.
+PYTEST_SLOW := $(VENV)/bin/python -m pytest -n 4 --dist worksteal
 # A CPU build of torch; the default index would bring gigabytes of CUDA on amd64.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
