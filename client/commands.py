@@ -58,7 +58,8 @@ def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> N
     program = "headwater-client" if shutil.which("headwater-client") else sys.argv[0]
     command = shlex.join([program, "--config", str(config)])
     console.print("Start it with this, once the task and the data are in that file", soft_wrap=True)
-    console.print('(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client\\]):')
+    where = '(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client]):'
+    console.print(where, soft_wrap=True, markup=False)
     console.print(f"  {command}", soft_wrap=True, markup=False)
 
 

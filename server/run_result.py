@@ -106,7 +106,7 @@ class Run:
             figure = curves(rows, task=self.settings.task)
         except ImportError as error:
             raise SettingsError(
-                "plot() needs matplotlib, which is not installed",
+                "plot() needs matplotlib, which is not installed: pip install 'headwater[server]'",
                 remedy="pip install 'headwater[server]'",
             ) from error
         # A notebook asks for this method; without pyplot nothing else would draw the figure.

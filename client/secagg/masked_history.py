@@ -237,7 +237,8 @@ class HistoryFile:
             raise UpdateAlreadyMasked(
                 "this device's data have changed since it masked some of them at the same model, "
                 "and one example could be in two sums",
-                remedy="continue that run with --resume, or begin with another model (--seed)",
+                remedy="continue that run with --resume, or begin with another model: another "
+                "--seed on the server",
             )
 
     def note_taken_apart(self) -> None:

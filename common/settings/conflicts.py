@@ -410,7 +410,8 @@ def _of_masks(
     if evaluation.on_devices:
         yield SettingsError(
             "each device would report its own held-out loss, which secure aggregation should hide",
-            remedy="leave out --evaluate-on-devices: the server tests on examples of its own",
+            remedy="leave out --evaluate-on-devices: the server tests on examples of its own, and "
+            "`headwater-server evaluate --on-devices` tests under masks after the run",
         )
     if simulation.workers != 1:
         yield SettingsError(

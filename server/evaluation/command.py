@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,13 @@ def test_on_devices(
         SettingsError: there is no model, or the run has held out no examples.
         HeadwaterError: see ``serve_run``.
     """
+    if order.model is None and not order.out.exists():
+        names = [one.name for one in order.out.parent.glob("*") if one.is_dir()]
+        near = get_close_matches(order.out.name, names, n=1)
+        raise SettingsError(
+            f"there is no {order.out}",
+            remedy=f"did you mean {order.out.parent / near[0]}?" if near else "name a run's --out",
+        )
     named = {} if order.task is None else {"task": order.task}
     run = load_run(None, {"out": order.out, **named}, resume=True) if _is_run(order.out) else None
     own = set() if config is None else {key for key, _ in flattened(read_tree(config))}

@@ -146,8 +146,9 @@ class RoundPlanner:
         if names:
             log.warning(
                 "round %d: %s left out until the model changes (%s), as they masked most of their "
-                "examples at this model, in a session that failed: a smaller quota lets a client "
-                "mask twice",
+                "examples at this model before, in a session that failed or in another run: a "
+                "smaller quota lets a client mask twice, and another --seed begins with another "
+                "model",
                 round_number,
                 counted(len(names), "client"),
                 ", ".join(sorted(names, key=natural)[:MAX_NAMES]),

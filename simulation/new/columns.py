@@ -11,6 +11,7 @@ from pathlib import Path
 from headwater.common.errors import SettingsError
 
 MAX_CATEGORIES = 50
+MAX_BAD_SHARE, MAX_NAMED_CELLS = 0.05, 3  # of cells in a column of numbers that are none
 MAX_CLASSES_OF_NUMBERS = 10
 """A label of whole numbers with more different ones is predicted as a number."""
 DIGITS = 6
@@ -120,8 +121,19 @@ def _sort(table: Table, name: str) -> None:
         table.numbers[name] = _range(numbers)
     elif len(different) <= MAX_CATEGORIES:
         table.categories[name] = tuple(different)
+    elif bad := _few_bad_numbers(values):
+        table.passed_over[name] = (
+            f"its values are numbers but {', '.join(map(repr, bad))}: correct these, or leave the "
+            "cells empty"
+        )
     else:
         table.passed_over[name] = f"it has {len(different):,} different texts"
+
+
+def _few_bad_numbers(values: Sequence[str]) -> list[str]:
+    """Return the few values of a column of numbers that are none; nothing of another column."""
+    bad = [value for value in values if _numbers([value]) is None]
+    return bad[:MAX_NAMED_CELLS] if len(bad) <= MAX_BAD_SHARE * len(values) else []
 
 
 def _numbers(values: Sequence[str]) -> list[float] | None:

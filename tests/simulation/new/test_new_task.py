@@ -85,6 +85,14 @@ def test_the_columns_of_an_own_table_are_read_from_it(own: Path) -> None:
     assert table_of(own, label="size", is_regression=True).classes == ()
 
 
+def test_a_cell_that_is_no_number_is_named_where_the_others_are(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    rows = (f"{'2x.5' if at == 57 else at / 7},{at},{at % 2}\n" for at in range(120))
+    path.write_text("temp,more,label\n" + "".join(rows))
+    table = table_of(path, label=None, is_regression=False)
+    assert "numbers but '2x.5'" in table.passed_over["temp"]
+
+
 def test_an_own_table_is_dealt_to_devices_and_learned(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
