@@ -376,6 +376,6 @@ def test_a_run_s_folder_chooses_no_code_from_elsewhere_but_its_user_may(
 def test_a_misspelt_folder_is_answered_with_the_one_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     order = TestOrder(out=tmp_path / "frist", model=None, task=THREE, is_best=False, as_json=False)
-    with pytest.raises(SettingsError, match="there is no .*frist") as found:
+    with pytest.raises(SettingsError, match=r"there is no .*frist") as found:
         command.test_on_devices(order, None, {}, lambda _: None)
     assert str(tmp_path / "first") in str(found.value.remedy)
