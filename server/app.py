@@ -69,7 +69,7 @@ def server_app(
         with locked_without_server(settings.out if locks_folder else None):
             own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
             fleet = grid_fleet(grid, own.training)
-            own_observers = [RoundLog(), SameData(), *observers(own.training)]
+            own_observers = [RoundLog(), SameData(settings.task), *observers(own.training)]
             run(
                 own.training,
                 fleet,

@@ -148,7 +148,7 @@ def _run_in_process(
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
         reports = [RoundLog(draws_curves=has_report), *([ReportWriter()] if has_report else [])]
-        observers = Observers(*reports, SameData(), *tracking, observer)
+        observers = Observers(*reports, SameData(settings.task), *tracking, observer)
         run(
             training,
             fleet if settings.simulation.aggregators == 1 else tree_of(fleet, training),

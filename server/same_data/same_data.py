@@ -1,7 +1,8 @@
-"""Finds devices that have the same data, or parts of another division, before their first round.
+"""Finds devices with the same data, parts of another division or another task, before they train.
 
-A copy counts twice in each step, and a part that no device has is never learned from: no loss or
-accuracy shows either. Devices that require masks tell nothing of their data and are not compared.
+A copy counts twice in each step, a part that no device has is never learned from, and a task with
+the classes in another order unlearns: no loss or accuracy shows which. Devices that require masks
+tell nothing of their data and are not compared; they refuse another task themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import logging
 from collections.abc import Mapping
 
 from headwater.common.messages import DataShare, DeviceReport
+from headwater.common.task import task_code
+from headwater.common.task_spec import short_code
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 
@@ -22,7 +25,10 @@ MAX_KNOWN = 10_000  # clients that are remembered; a simulated population may ha
 class SameData(Observer):
     """Warns once of each group of clients that have the same data, as they enter a round."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: str | None) -> None:
+        """``task`` is the server's own; None: it is not known."""
+        self._own_code = None if task is None else task_code(task)
+        self._codes: dict[str, str] = {}
         self._reports: Mapping[str, DeviceReport] = {}
         self._known: dict[str, DataShare | None] = {}
         self._said: set[str] = set()
@@ -35,7 +41,11 @@ class SameData(Observer):
         for name in new[: MAX_KNOWN - len(self._known)]:
             report = self._reports.get(name)
             self._known[name] = None if report is None else report.data
+            if report is not None and report.task is not None:
+                self._codes[name] = report.task
         if new:
+            if self._own_code is not None:
+                self._say(other_tasks(self._codes, self._own_code))
             self._say(same_examples(self._known))
             self._say(other_divisions(self._known))
 
@@ -87,6 +97,24 @@ def other_divisions(shares: Mapping[str, DataShare | None]) -> dict[str, str]:
         "parts overlap and leave examples out. Start all devices with the same --num-parts"
     )
     return {f"{one[0]} and {other[0]}": text}
+
+
+def other_tasks(codes: Mapping[str, str], own: str) -> dict[str, str]:
+    """Return a text about the clients with each other code of the task than the server's ``own``.
+
+    ``codes`` are by name; each is a name and a digest.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, code in codes.items():
+        if code.split()[-1] != own.split()[-1]:
+            groups.setdefault(code, []).append(name)
+    return {
+        code: f"{_listed(names)}: the task there is {short_code(code)}, and the server's is "
+        f"{short_code(own)}. Their models have one shape; if labels, loss or the order of columns "
+        "differ, the sums mix what does not belong together. Start all with the same file, unless "
+        "they differ on purpose"
+        for code, names in groups.items()
+    }
 
 
 def _listed(names: list[str]) -> str:

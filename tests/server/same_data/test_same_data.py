@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import headwater
 from headwater.common.messages import DataShare
-from headwater.server.same_data.same_data import other_divisions, same_examples
+from headwater.server.same_data.same_data import other_divisions, other_tasks, same_examples
 
 COPY, OTHER = "0" * 16, "1" * 16
 
@@ -39,6 +39,15 @@ def test_parts_of_another_division_are_named() -> None:
     assert "a and d have parts of 4, and b of 3" in text
     assert "same --num-parts" in text
     assert not other_divisions({"a": share(0, 4), "b": share(1, 4), "c": share(0, 1), "d": None})
+
+
+def test_another_code_of_the_task_is_named_with_its_devices() -> None:
+    own, swapped = f"task.py:Mine {'a' * 64}", f"swapped.py:Mine {'b' * 64}"
+    moved = f"other/task.py:Mine {'a' * 64}"  # the same file elsewhere
+    (text,) = other_tasks({"a": own, "b": swapped, "c": moved}, own).values()
+    assert text.startswith("b: the task there is swapped.py:Mine bbbbbbbbbbbb")
+    assert "aaaaaaaaaaaa" in text
+    assert not other_tasks({"a": own, "c": moved}, own)
 
 
 class Whole:
