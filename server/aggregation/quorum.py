@@ -8,6 +8,7 @@ from headwater.common.errors import (
     DeviceRefused,
     EmptyUpdate,
     HeadwaterError,
+    MaskingRequired,
     NothingWeighed,
     OutOfMemory,
     TooFewClients,
@@ -54,5 +55,5 @@ def _common_remedy(errors: Mapping[str, HeadwaterError]) -> str | None:
     error = next(iter(errors.values()))
     if type(error) is EmptyUpdate:
         return NOTHING_FINITE
-    is_known = isinstance(error, DeviceRefused | OutOfMemory | NothingWeighed)
+    is_known = isinstance(error, DeviceRefused | MaskingRequired | OutOfMemory | NothingWeighed)
     return error.remedy or None if is_known else None

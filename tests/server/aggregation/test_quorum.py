@@ -9,6 +9,7 @@ from headwater.common.errors import (
     ConnectionLost,
     EmptyUpdate,
     HeadwaterError,
+    MaskingRequired,
     NothingWeighed,
     OutOfMemory,
     TooFewClients,
@@ -21,6 +22,7 @@ from headwater.server.aggregation.quorum import NOTHING_FINITE, check_quorum
     [
         ([OutOfMemory] * 2, OutOfMemory.remedy),
         ([AlgorithmMismatch], AlgorithmMismatch.remedy),
+        ([MaskingRequired], MaskingRequired.remedy),
         ([EmptyUpdate] * 2, NOTHING_FINITE),
         ([NothingWeighed] * 2, NothingWeighed.remedy),
         ([OutOfMemory, AlgorithmMismatch], TooFewClients.remedy),
