@@ -130,8 +130,9 @@ def print_result(settings: Settings) -> None:
         parts += evaluation_figures(last.get("num_held_out_clients"), len(missing), num_left_out)
         for line in pack(parts, console.width):
             console.print(line)
-        print_weights(rows)
-        _print_shares(last.get("below_share") or [])
+        if last.get("loss") is not None or last.get("epsilon") is not None:  # it trained
+            print_weights(rows)
+            _print_shares(last.get("below_share") or [])
     for title, name in (
         ("model", MODEL),
         *RESULT_FILES,

@@ -6,6 +6,7 @@ simulation of thousands of rounds a second does not wait for its own display.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
@@ -254,7 +255,7 @@ def details(row: RoundRow) -> list[str]:
     low, high = row.k_range
     is_shown = row.target_by == "noise scale" and row.noise_scale is not None
     return [
-        f"K {low}" if low == high else f"K {low} to {high}",
+        "" if math.isnan(row.loss) else f"K {low}" if low == high else f"K {low} to {high}",
         stops(row),
         f"noise scale {row.noise_scale:,.0f}" if is_shown else "",
         f"up {decimal(row.bytes_up)}, down {decimal(row.bytes_down)}",

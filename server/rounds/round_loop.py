@@ -6,6 +6,7 @@ A ``Fleet`` brings the clients' answers in any order; nothing here depends on Fl
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -449,8 +450,10 @@ def _evaluate(
     training: Training, fleet: Fleet, opened: OpenRound, done: RoundSum
 ) -> EvaluatedRound:
     """Return the round's metrics: of the training always, of tests in the rounds that have them."""
-    shown = shown_metrics(training.task, done.metric_sums, done.weight)
-    metrics = {f"train_{name}": value for name, value in shown.items()}
+    metrics: dict[str, float] = {}
+    if not math.isnan(done.loss_sum):  # of a round that trained
+        shown = shown_metrics(training.task, done.metric_sums, done.weight)
+        metrics = {f"train_{name}": value for name, value in shown.items()}
     chosen = training.settings.evaluation
     if not evaluation.is_due(training.settings, round_number=training.round):
         return EvaluatedRound(metrics=metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import headwater
 from headwater.common.errors import SettingsError
+from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds import checkpoint
 from tests.own_feature import features
 from tests.own_feature.plain import (
@@ -236,8 +236,7 @@ def test_masked_means_are_right_in_asynchronous_rounds(tmp_path: Path) -> None:
 def test_a_masked_value_beyond_its_limit_leaves_its_sender_out_unseen(tmp_path: Path) -> None:
     """It is masked as an update of weight 0: a refusal would tell the server of one device."""
     assert seen_in(tmp_path, "Liar", **MASKED) == [[4.0]] * 4
-    row = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[0])
-    assert row["num_clients"] == 5
+    assert read_rows(tmp_path)[0]["num_clients"] == 5
 
 
 def test_a_feature_without_sums_trains_under_masks() -> None:
@@ -474,8 +473,7 @@ def test_rounds_without_the_model_s_sum_step_nothing(tmp_path: Path, engine: str
     parts = [Signs().train_examples(data=None, part=part, num_parts=3) for part in range(3)]
     labels = torch.cat([part.tensors[1] for part in parts])
     assert seen == [torch.bincount(labels, minlength=2).tolist()] * 3
-    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(tmp_path / "run")
     assert [row["loss"] is None for row in rows] == [True, True, False]
     assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 0.5]
     one = headwater.simulate(Signs, **given, rounds=1, progress=False)

@@ -13,6 +13,7 @@ import pytest
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.privacy.clip_bit import next_clip
 from headwater.common.settings.sources import load
+from headwater.server.operations.round_log import read_rows
 from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.run import run_engine
@@ -42,8 +43,7 @@ def rows_of(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     rounds: list[RoundRow] = []
     settings = load(None, {**CHOSEN, "out": folder, **changes})
     run_engine(settings, on_round=rounds.append, resume=changes.get("rounds", 3) != 3)
-    lines = (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return read_rows(folder)
 
 
 @pytest.mark.parametrize("unit", ["device", "example"])
@@ -152,8 +152,7 @@ def test_a_run_with_correlated_noise_counts_each_device_s_rounds_and_is_resumed(
     settings = load(None, {**CHOSEN, **chosen, "out": tmp_path})
     run_engine(settings.model_copy(update={"rounds": 3}), on_round=lambda row: None, resume=False)
     run_engine(settings, on_round=lambda row: None, resume=True)
-    lines = (tmp_path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(tmp_path)
     taken = [{client["name"] for client in row["masked_clients"]} for row in rows]
     assert [len(names) for names in taken] == [2] * 5
     assert not any(taken[at] & taken[at + back] for back in (1, 2) for at in range(5 - back))
