@@ -1,11 +1,13 @@
-"""The devices that cannot take part, and why: equal reasons share one line of the log.
+"""The devices that cannot take part, and why: like reasons share one line of the log.
 
-A fault of the task, or a flag that is missing, keeps a whole fleet out with the same words.
+A fault of the task, or a flag that is missing, keeps a whole fleet out with the same words, but for
+the devices' names and numbers.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 
 from headwater.common.errors import HeadwaterError
@@ -14,6 +16,7 @@ from headwater.common.wording import counted
 log = logging.getLogger(__name__)
 
 MAX_LINES, MAX_NAMES = 10, 5
+NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 class RefusedDevices:
@@ -24,14 +27,17 @@ class RefusedDevices:
 
     def add(self, name: str | None, error: HeadwaterError) -> None:
         """Note why a device is refused; ``name`` is None if it is not known."""
-        reason = f"{error.code}: {' '.join(error.message.split())}"
+        words = NUMBERS.sub("0", error.message.replace(name or "", ""))
+        reason = f"{error.code}: {' '.join(words.split())}"
         self._by_reason.setdefault(reason, []).append((name, error))
 
     def log(self) -> None:
         """Log each reason in one line, with the devices that have it."""
         by_reason, self._by_reason = self._by_reason, {}
-        for reason, refused in list(by_reason.items())[:MAX_LINES]:
-            log.warning("%s refused: %s", _named([name for name, _ in refused]), reason)
+        for refused in list(by_reason.values())[:MAX_LINES]:
+            (_, first), names = refused[0], [name for name, _ in refused]
+            text = " ".join(first.message.split())
+            log.warning("%s refused: %s: %s", _named(names), first.code, text)
         if len(by_reason) > MAX_LINES:
             rest = [one for refused in list(by_reason.values())[MAX_LINES:] for one in refused]
             names = _named([name for name, _ in rest])

@@ -30,10 +30,23 @@ def test_the_log_names_so_many_reasons_and_counts_the_rest(
 ) -> None:
     refused = RefusedDevices()
     for part in range(MAX_LINES + 2):
-        refused.add(str(part), MissingData(f"no disk {part}"))
+        refused.add(str(part), MissingData(f"no disk {chr(ord('a') + part)}"))
     refused.log()
     assert len(caplog.messages) == MAX_LINES + 1
     assert caplog.messages[-1] == "2 devices (10, 11) are refused, each for another reason"
+
+
+def test_reasons_that_differ_in_names_and_numbers_share_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refused = RefusedDevices()
+    for part in range(890):
+        refused.add(f"pi{part}", MissingData(f"pi{part}: part {part} of 1,000 has no example"))
+    refused.log()
+    assert caplog.messages == [
+        "890 devices (pi0, pi1, pi2, pi3, pi4, ...) are refused: MissingData: pi0: part 0 of 1,000 "
+        "has no example"
+    ]
 
 
 def test_an_error_that_all_devices_share_is_raised_and_not_logged(
