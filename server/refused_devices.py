@@ -40,8 +40,8 @@ class RefusedDevices:
             log.warning("%s refused: %s: %s", _named(names), first.code, text)
         if len(by_reason) > MAX_LINES:
             rest = [one for refused in list(by_reason.values())[MAX_LINES:] for one in refused]
-            names = _named([name for name, _ in rest])
-            log.warning("%s refused, each for another reason", names)
+            others = _named([name for name, _ in rest])
+            log.warning("%s refused, each for another reason", others)
 
     def take_error(self) -> HeadwaterError | None:
         """Return the first error, which ends the run and is shown; log all if reasons differ."""
