@@ -29,6 +29,9 @@ from headwater.common.errors import UnknownTask
 
 log = logging.getLogger(__name__)
 
+PREFIX = "python:"
+"""Of the name in the settings of an object that a Python caller gave."""
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
     DescribeRequest,
     EvaluateReport,
@@ -30,6 +29,7 @@ from headwater.server.aggregation.round_seconds import LinkSeconds
 from headwater.server.planning.cohort import ConnectedClients
 
 if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
     from headwater.common.phases import Phase
 
 

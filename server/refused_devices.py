@@ -27,7 +27,10 @@ class RefusedDevices:
 
     def add(self, name: str | None, error: HeadwaterError) -> None:
         """Note why a device is refused; ``name`` is None if it is not known."""
-        words = NUMBERS.sub("0", error.message.replace(name or "", ""))
+        is_word = name is not None and not name.isdecimal()  # a number is replaced as any other
+        words = NUMBERS.sub(
+            "0", error.message.replace(name or "", "") if is_word else error.message
+        )
         reason = f"{error.code}: {' '.join(words.split())}"
         self._by_reason.setdefault(reason, []).append((name, error))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from headwater.common.errors import LocalParametersMissing, SettingsError
-from headwater.common.settings.keywords import PREFIX
+from headwater.common.run_scope import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.curves import curves
 from headwater.server.operations.round_log import read_rows, row_of_dict, row_to_dict

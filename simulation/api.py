@@ -11,8 +11,8 @@ from torch import nn
 
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import SettingsError, remedy_in_traceback
-from headwater.common.run_scope import MAIN_GUARD, run_scope
-from headwater.common.settings.keywords import PREFIX, Call, GivenSettings, api_function
+from headwater.common.run_scope import MAIN_GUARD, PREFIX, run_scope
+from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.task import Task

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from headwater.common.run_scope import PREFIX
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
@@ -20,7 +21,6 @@ from headwater.common.settings.sources import load_run
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-PREFIX = "python:"
 """Begins the name of a Python object in the settings, as in ``python:MyTask``."""
 OBJECTS = ("task", "optimizer", "client_algorithm", "feature")
 """The keywords that may be Python objects instead of texts."""

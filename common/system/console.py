@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console, RenderableType
 from rich.logging import RichHandler
@@ -23,9 +23,11 @@ from headwater.common.errors import (
     TaskFailed,
     system_remedy,
 )
-from headwater.common.system.json_logs import Format, JsonFormatter, LineStream
 from headwater.common.system.printable import printable, printable_lines
 from headwater.common.user_code import described, is_users, own_traceback, user_frames
+
+if TYPE_CHECKING:
+    from headwater.common.system.json_logs import Format
 
 # COLUMNS=0 says that the width is not known, as in some editors; rich would print lines of no
 # width, which is nothing.
@@ -124,6 +126,8 @@ def start_log(*, verbose: bool, log_format: Format | None = None) -> None:
         os.environ.setdefault(name, value)
     handler: logging.Handler
     if log_format == "json":
+        from headwater.common.system.json_logs import JsonFormatter, LineStream
+
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
         output_log.setLevel(logging.INFO)
@@ -183,4 +187,4 @@ class PrintableFormatter(logging.Formatter):
 
 def _logs_json() -> bool:
     handlers = logging.getLogger().handlers
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+    return any(getattr(handler.formatter, "is_json", False) for handler in handlers)

@@ -24,6 +24,8 @@ OWN = ("time", "level", "logger", "message")
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON; line breaks in it are escaped."""
 
+    is_json = True
+
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": rfc3339(record.created),

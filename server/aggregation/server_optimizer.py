@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,14 +23,6 @@ from headwater.common.parsed_text import json_of
 from headwater.common.settings import schema as settings
 from headwater.common.user_code import running
 from headwater.common.wording import bytes_text
-from headwater.server.aggregation.optimizer_changes import (
-    OTHER_OPTIMIZER,
-    Chosen,
-    advance,
-    carried_over,
-    check_change,
-    resolved,
-)
 from headwater.server.aggregation.optimizer_settings import (
     Kind,
     has_evaluation_weights,
@@ -42,6 +34,9 @@ from headwater.server.aggregation.optimizer_settings import (
     try_out,
 )
 from headwater.server.aggregation.server_rule import RuleOptimizer
+
+if TYPE_CHECKING:
+    from headwater.server.aggregation.optimizer_changes import Chosen
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +146,8 @@ class ServerOptimizer:
         Raises:
             SettingsError: the schedule is at its end.
         """
+        from headwater.server.aggregation.optimizer_changes import advance
+
         advance(self._scheduler, 1)
 
     @without_dynamo()
@@ -257,6 +254,14 @@ class ServerOptimizer:
             SettingsError: the state is of another optimizer, or does not fit a changed setting.
             CheckpointCorrupt: the state cannot be read, or is of another schedule.
         """
+        from headwater.server.aggregation.optimizer_changes import (
+            OTHER_OPTIMIZER,
+            advance,
+            carried_over,
+            check_change,
+            resolved,
+        )
+
         try:
             plain = json_of(rest)
             if plain["kinds"][0] != self._kinds[0]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.common.settings.keywords import PREFIX
+from headwater.common.run_scope import PREFIX
 from headwater.common.system.printable import plot_label
 from headwater.common.wording import counted
 from headwater.server.rounds.round_row import column_of

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import part_of
@@ -30,6 +29,9 @@ from headwater.server.planning.round_plans import RoundPlanner
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import Holder, OpenRound
 from headwater.server.rounds.round_row import RoundRow
+
+if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
 
 
 class ModelAtRest(Exception):

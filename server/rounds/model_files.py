@@ -24,7 +24,7 @@ from headwater.common.errors import StateError
 from headwater.common.model.parameters import ModelImage, state_dict
 from headwater.common.model.tensor_file import without_wrappers, write_tensors
 from headwater.common.model.trained_model import ADAPTER, ModelRecord
-from headwater.common.settings.keywords import PREFIX
+from headwater.common.run_scope import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer
 

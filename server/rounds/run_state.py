@@ -18,7 +18,6 @@ import torch
 
 from headwater.common.additivity.penalty import add_penalty, has_penalty
 from headwater.common.errors import Diverged, NothingSummed, SettingsError, TaskError
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
@@ -46,6 +45,7 @@ from headwater.server.rounds.left_out_log import LeftOutLog
 from headwater.server.rounds.open_round import Holder, OpenRound
 
 if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
     from headwater.server.aggregation.extra_sums import ExtraSums
 
 log = logging.getLogger(__name__)

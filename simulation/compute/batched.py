@@ -21,7 +21,6 @@ from torch import Tensor
 
 from headwater.common.data.batches import UnsupportedBatch
 from headwater.common.errors import LateUpdate, WorkerDied
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Update
 from headwater.common.model.vectors import all_finite, zero_tensors
 from headwater.common.task import tell_round
@@ -47,6 +46,7 @@ from headwater.simulation.vectorised.per_example import PerExampleModel
 from headwater.simulation.vectorised.round_columns import Floats, RoundColumns
 
 if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
     from headwater.simulation.compute.orders import SumResult
     from headwater.simulation.compute.worker_pool import WorkerPool
     from headwater.simulation.vectorised.stacked_steps import StackedSteps

@@ -12,15 +12,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headwater.client.features import algorithm_for, own_rounds
 from headwater.client.training.accumulator import Accumulator
 from headwater.common.errors import EmptyUpdate, HeadwaterError, error_of, travelling
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import Plan, Update
-from headwater.common.sums.coding import VectorCoding
 from headwater.server.aggregation.round_reports import in_all
 from headwater.server.fleet import Dropout, UpdateBlock
 from headwater.simulation.compute.dry_run import foreseen_alone
@@ -30,6 +29,10 @@ from headwater.simulation.fleet.devices import ClientPlan, ClientPlans, Devices
 from headwater.simulation.fleet.faults import falsify
 from headwater.simulation.fleet.position_columns import ranges, starts_of
 from headwater.simulation.vectorised.round_columns import Ints, RoundColumns
+
+if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
+    from headwater.common.sums.coding import VectorCoding
 
 log = logging.getLogger(__name__)
 

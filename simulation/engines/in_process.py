@@ -18,7 +18,6 @@ import numpy as np
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, Update, WireMessage
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
@@ -43,6 +42,7 @@ from headwater.simulation.fleet.virtual_hardware import moved_bytes
 from headwater.simulation.reports.data_survey import report_left_out
 
 if TYPE_CHECKING:
+    from headwater.common.flower.sent_model import SentModel
     from headwater.common.phases import Phase
     from headwater.server.transport.device_records import Stage, Stages
     from headwater.simulation.engines.held_models import HeldModels

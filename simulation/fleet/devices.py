@@ -21,7 +21,6 @@ from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import SettingsError
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import Settings
@@ -42,6 +41,7 @@ from headwater.simulation.fleet.virtual_hardware import (
 
 if TYPE_CHECKING:
     from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+    from headwater.common.flower.sent_model import SentModel
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headwater.client.training.sampler import seed_of
 from headwater.common.run_scope import cached_in_scope
-from headwater.simulation.fleet.toml_tables import file_error, read_tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -263,6 +262,8 @@ def read_faults(path: Path) -> FleetFaults:
     Raises:
         SettingsError: see ``read_tables``; or the file has no table.
     """
+    from headwater.simulation.fleet.toml_tables import file_error, read_tables
+
     faults = read_tables(path, FleetFaults, name="faults file")
     if not faults:
         raise file_error(

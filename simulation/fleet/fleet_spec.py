@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.common.bundled_examples import existing_or_bundled
-from headwater.common.data.data_paths import find_data
 from headwater.common.errors import SettingsError
 from headwater.common.settings.rounds import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
@@ -20,13 +19,15 @@ from headwater.simulation.fleet.faults import (
     Moment,
     read_faults,
 )
+from headwater.simulation.fleet.identities import device_names
 from headwater.simulation.fleet.profiles import (
     EQUAL_DEVICE,
     SimulatedDevice,
     draw_device,
-    read_fleet,
-    read_fleet_file,
 )
+
+if TYPE_CHECKING:
+    from headwater.simulation.fleet.fleet_file import FleetFile
 
 EQUAL = Path("equal")
 """The word for a fleet of equal devices, in place of a file."""
@@ -58,17 +59,23 @@ class FleetSpec:
             return EQUAL_DEVICE
         if self.fleet_file is None:
             return draw_device(self.seed, part)
-        return read_fleet(self.fleet_file)[part]
+        return _fleet_file(self.fleet_file).devices[part]
 
     @property
     def faults(self) -> FleetFaults:
         """The faults of the fleet's file and those of the faults file."""
-        faults = NO_FAULTS if self.fleet_file is None else read_fleet_file(self.fleet_file).faults
+        faults = NO_FAULTS if self.fleet_file is None else _fleet_file(self.fleet_file).faults
         return faults if self.faults_file is None else faults + read_faults(self.faults_file)
 
     def moment(self, part: int, *, round_number: int) -> Moment:
         """Return what a device's faults in a round depend on."""
         return Moment(seed=self.seed, num_devices=self.num_devices, part=part, round=round_number)
+
+
+def _fleet_file(path: Path) -> FleetFile:
+    from headwater.simulation.fleet.fleet_file import read_fleet_file
+
+    return read_fleet_file(path)
 
 
 def fleet_spec(settings: Settings) -> FleetSpec:
@@ -99,7 +106,7 @@ def with_fleet(settings: Settings) -> Settings:
     chosen = settings.simulation
     if chosen.fleet is not None and not _is_equal(settings):
         path = existing_or_bundled(chosen.fleet)
-        fleet = read_fleet_file(path)
+        fleet = _fleet_file(path)
         if not all(device.availability.is_always for device in fleet.devices):
             _check_engine(settings, f"{path} sets availability")
         settings = _with(settings, fleet=path)
@@ -167,11 +174,11 @@ def _with_clients(settings: Settings, number: int, source: str, *, remedy: str) 
 
 def _with_data(settings: Settings, data: str | tuple[str, ...]) -> Settings:
     """Set the devices' own paths and their number; with a partition, the one path to split."""
+    from headwater.common.data.data_paths import find_data
+
     found = find_data(data, source="simulation.data (--data)", folder=Path())
     settings = _with(settings, data=found)
     if settings.partition.kind == "task":
-        from headwater.simulation.fleet.device_data import device_names
-
         device_names(found)  # raises an error if two are the same
         if len(found) == 1:
             source, remedy = f"--data names one path, {found[0]}, the data of 1 device", ONE_PATH

@@ -69,7 +69,7 @@ OUTER = (
 )
 
 LIMITS = {
-    "modules, simulation": 207,
-    "modules, server": 150,
-    "modules, client": 143,
+    "modules, simulation": 200,
+    "modules, server": 148,
+    "modules, client": 142,
 }

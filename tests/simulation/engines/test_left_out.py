@@ -14,7 +14,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.server.rounds.round_row import RoundRow
-from headwater.simulation.fleet.profiles import read_fleet_file
+from headwater.simulation.fleet.fleet_file import read_fleet_file
 from headwater.simulation.run import run_engine, run_on_messages
 
 # Two devices that do a thousand examples a second, and two that need ten seconds for one.

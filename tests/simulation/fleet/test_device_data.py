@@ -11,9 +11,8 @@ from headwater.common.data.data_paths import find_data
 from headwater.common.errors import MissingData, SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config, load, with_default_task
-from headwater.simulation.fleet.device_data import device_names
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
-from headwater.simulation.fleet.identities import identities_of
+from headwater.simulation.fleet.identities import device_names, identities_of
 
 LAPTOP = '[[device]]\nprofile = "laptop"\n'
 

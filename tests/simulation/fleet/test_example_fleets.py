@@ -14,8 +14,8 @@ from examples.synthetic import EXAMPLES_PER_DEVICE, NUM_CLASSES, RightLabels, Sy
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task
 from headwater.server.operations.round_log import read_rows
+from headwater.simulation.fleet.fleet_file import read_fleet
 from headwater.simulation.fleet.fleet_spec import with_fleet
-from headwater.simulation.fleet.profiles import read_fleet
 from headwater.simulation.run import run_engine
 from tests.additivity import check_additive
 

@@ -11,14 +11,9 @@ import pytest
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config, load
+from headwater.simulation.fleet.fleet_file import MAX_DEVICES, DeviceTable, read_fleet
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
-from headwater.simulation.fleet.profiles import (
-    MAX_DEVICES,
-    PROFILES,
-    DeviceTable,
-    draw_device,
-    read_fleet,
-)
+from headwater.simulation.fleet.profiles import PROFILES, draw_device
 from headwater.simulation.fleet.random_events import (
     Jitter,
     are_on_battery,
