@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ PLAIN = [
     "--out",
     "runs/plain",
 ]
+DEVICE = 'task = "my_task.py:MyTask"\n\n[client]\nname = "pi"\n'
+OWN_DATA = re.compile(r""" --data \S+|, data="\S+?\"""")  # the page's task brings its own
 # Checks behind each block of Python, in the order of the page.
 CHECKS = {
     "digits = model": "assert digits.shape == (4,) and not model.training",
@@ -40,17 +43,20 @@ CHECKS = {
     "torch.export.save": "again = torch.export.load('model.pt2').module()\n"
     "rows = torch.rand(5, 64)\n"
     "assert torch.allclose(again(rows), model(rows), atol=1e-5)",
+    "headwater.adapt(": "assert model is found.model and found.is_adapted in (True, False)",
+    "def predict": "assert MyTask.predict",
     "print(record": "assert record['rounds'] == '5'",
 }
 
 
 def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), re.DOTALL | re.MULTILINE)
+    text = OWN_DATA.sub("", DOC.read_text())
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def commands() -> list[list[str]]:
     """Return the page's indented commands, with continued lines joined."""
-    text = DOC.read_text().replace("\\\n", " ")
+    text = OWN_DATA.sub("", re.sub(r"\\\n\s+", "", DOC.read_text()))
     return [line.split() for line in re.findall(r"^    (headwater-.*)$", text, re.MULTILINE)]
 
 
@@ -62,6 +68,8 @@ class Folder:
         self.network, self.task, *self.blocks = blocks()
         self.write(self.network)
         (path / "my_task.py").write_text(self.task)
+        (path / "headwater-device").mkdir()
+        (path / "headwater-device" / "client.toml").write_text(DEVICE)
 
     def write(self, network: str) -> None:
         (self.path / "network.py").write_text(network)
@@ -95,7 +103,11 @@ def check_page(folder: Folder) -> None:
     folder.write(folder.network)
     left = [each for each in folder.blocks if each is not plain_block]
 
-    done = {" ".join(command): folder.run(command) for command in commands()}
+    done = {}
+    for command in commands():
+        if "adapt" in command:  # the operator has given the owner of a device the run's model
+            shutil.copy(folder.path / "runs" / "first" / "model.safetensors", folder.path)
+        done[" ".join(command)] = folder.run(command)
     [as_json] = [each.stdout for line, each in done.items() if line.endswith("--json")]
     assert json.loads(as_json)["results"][0]["num_examples"] == 359
     [stopped] = [each.stderr for line, each in done.items() if "--stop-when" in line]
