@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
+
+from headwater.common.errors import StateError
 
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
@@ -25,6 +28,21 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+
+
+def result_in(file: Path, *, absent: StateError) -> dict[str, Any]:
+    """Return the result that a run has written into a file of JSON.
+
+    Raises:
+        StateError: it cannot be read; or ``absent``, if there is no such file.
+    """
+    try:
+        found: dict[str, Any] = json_of(file.read_bytes())
+    except FileNotFoundError:
+        raise absent from None
+    except (OSError, ValueError) as error:
+        raise StateError(f"{file} cannot be read: {error}") from error
+    return found
 
 
 def toml_of(text: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Run:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Say what stands for a method that other libraries' results have."""
+            """Name what to use for a method that other libraries' results have."""
             meant = INSTEAD.get(name)
             raise AttributeError(
                 f"a Run has no {name}{f'; write {meant}' if meant else ''}", name=name, obj=self

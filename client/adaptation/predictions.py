@@ -114,7 +114,7 @@ def columns_of(task: Any, model: nn.Module, batch: Any, number: int) -> dict[str
     if wrong or not columns or EXAMPLE in columns:
         raise TaskError(
             f"{what} must return a value for each of the {number} examples of a batch, or a dict "
-            f"of such columns, none of which is named {EXAMPLE!r}"
+            f"of such columns, and none may be named {EXAMPLE!r}"
             f"{'; not so: ' + ', '.join(wrong) if wrong else ''}",
             remedy="see docs/model.md, Predict with it",
         )

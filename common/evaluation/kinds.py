@@ -184,7 +184,7 @@ class FoundRoc:
     """How well the probabilities of a class tell its examples from the others."""
 
     classes: list[int]
-    """The classes that are told from all others; of two classes, 1 alone."""
+    """The classes that are each held against all others; of two classes, 1 alone."""
     auc: list[float | None]
     """By class: the area under the ROC curve; scores of one bin count as equal."""
     positives: list[list[int]]

@@ -54,7 +54,7 @@ class EvaluationTerms(Terms):
     other: Digest | None = None
     """That of the model that came before, for a comparison."""
     model_round: Annotated[int, Field(ge=1, le=2**53)] = 1
-    """The round that the task is told: a loss may change from round to round."""
+    """The number for the task's ``set_round``: a loss may change from round to round."""
     measures: Digest
     """The digest of what is counted, which device and server must have in common."""
     num_counts: Annotated[int, Field(ge=0, le=MAX_COUNTS)] = 0

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.common.errors import StateError
-from headwater.common.parsed_text import json_of
+from headwater.common.parsed_text import result_in
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted
 
@@ -28,17 +28,11 @@ def read_result(folder: Path) -> dict[str, Any]:
     Raises:
         StateError: it has written nothing, or it cannot be read.
     """
-    file = folder / FILE
-    try:
-        found: dict[str, Any] = json_of(file.read_bytes())
-    except FileNotFoundError:
-        raise StateError(
-            f"there is no {file}: no test on the devices has ended there",
-            remedy="start it with headwater-server evaluate --on-devices",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise StateError(f"{file} cannot be read: {error}") from error
-    return found
+    absent = StateError(
+        f"there is no {folder / FILE}: no test on the devices has ended there",
+        remedy="start it with headwater-server evaluate --on-devices",
+    )
+    return result_in(folder / FILE, absent=absent)
 
 
 def summary(found: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ MAX_KNOWN = 10_000  # clients that are remembered; a simulated population may ha
 
 
 class SameData(Observer):
-    """Warns once of each group of clients that have the same data, as they enter a round."""
+    """Warns once of each group of clients with the same data or another task, as they enter."""
 
     def __init__(self, task: str | None) -> None:
         """``task`` is the server's own; None: it is not known."""

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwater.common.errors import StateError
-from headwater.common.parsed_text import json_of
+from headwater.common.parsed_text import result_in
 from headwater.common.statistics.kinds import FoundCounts, FoundMoments
 from headwater.common.system.printable import printable
 
@@ -68,17 +68,11 @@ def read_statistics(folder: Path) -> dict[str, Any]:
     Raises:
         StateError: the run has measured nothing, or the file cannot be read.
     """
-    file = folder / FILE
-    try:
-        found: dict[str, Any] = json_of(file.read_bytes())
-    except FileNotFoundError:
-        raise StateError(
-            f"there is no {file}: the run has not measured its examples",
-            remedy="start it with --statistics",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise StateError(f"{file} cannot be read: {error}") from error
-    return found
+    absent = StateError(
+        f"there is no {folder / FILE}: the run has not measured its examples",
+        remedy="start it with --statistics",
+    )
+    return result_in(folder / FILE, absent=absent)
 
 
 def as_table(found: Mapping[str, Any]) -> RenderableType:

@@ -251,9 +251,9 @@ class BatchedCompute:
         tell_round(trainer.task, plan.round)
 
     def _split(self, clients: Sequence[ClientPlan]) -> tuple[ClientPlans, list[ClientPlan]]:
-        """Separate the devices that need a vector of their own.
+        """Separate the liars, and the devices whose plans' terms ask for more than a sum.
 
-        Those that falsify their updates, and those of which their plans' terms ask for more.
+        Each of them needs a vector of its own.
         """
         devices, called = self._devices, ClientPlans.of(clients)
         is_alone = np.array(called.table.of_each(self._are_alone), dtype=np.bool_)
