@@ -19,9 +19,6 @@ from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.task import Task
 
-# grpc.aio has one queue for all loops of a process: the last events of a closed channel may come by
-# way of another thread's loop, which would log an error if this loop were closed.
-LAST_EVENTS_SECONDS = 0.1
 POLL_SECONDS = 0.2  # on Windows a wait without a timeout cannot be interrupted
 
 
@@ -153,12 +150,7 @@ class Participation:
 
     async def _stay_connected(self) -> None:
         self._task = asyncio.current_task()
-        try:
-            await stay_connected(
-                self._connection, stay=self._stay, after_seconds=self._after_seconds
-            )
-        finally:
-            await asyncio.sleep(LAST_EVENTS_SECONDS)
+        await stay_connected(self._connection, stay=self._stay, after_seconds=self._after_seconds)
 
     def _cancel(self) -> None:
         if self._task is not None:

@@ -28,13 +28,12 @@ from headwater.common.settings.training import (
     ChosenPrecision,
     Precision,
 )
-from headwater.common.sums.encoded_vector import EncodedVector, Vector
+from headwater.common.sums.encoded_vector import EncodedVector, Vector, VectorCoding, coding_in
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
 from headwater.common.terms import Terms, TermsT, read_terms
 from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 
 if TYPE_CHECKING:
-    from headwater.common.sums.coding import VectorCoding
     from headwater.common.sums.named_sums import NamedSums
 
 Natural = Annotated[int, Field(ge=0, le=2**53)]
@@ -294,10 +293,7 @@ class Plan(WireMessage):
     @property
     def coding(self) -> VectorCoding | None:
         """How the update is encoded; None: as float32."""
-        terms = self.terms.values()
-        from headwater.common.sums.coding import coding_in
-
-        return coding_in(terms, run_seed=self.run_seed, round_number=self.round)
+        return coding_in(self.terms.values(), run_seed=self.run_seed, round_number=self.round)
 
     def quota_of(self, num_owned: int) -> int:
         """Return the quota of a device that owns so many examples.

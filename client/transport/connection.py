@@ -32,6 +32,7 @@ from headwater.client.transport.stream import WRITE_ERRORS, ClientStream
 from headwater.client.transport.upload import StreamBroken
 from headwater.common.errors import ConnectionLost, OlderTerm, ProtocolMismatch, TaskNotInstalled
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
+from headwater.common.transport.last_events import last_events
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
 from headwater.common.transport.proxy import proxy_options
 from headwater.common.transport.tls import split_address
@@ -319,19 +320,22 @@ async def stay_connected(
     loop = asyncio.get_running_loop()
     # Not by the loop's add_signal_handler, which Windows lacks.
     requests = StopRequests(lambda: loop.call_soon_threadsafe(connection.stop))
-    with at_stop_signals(requests):
-        if after_seconds:
-            await connection.wait_after_change(after_seconds)
-        await _unless_other_task(connection, connection.run, stay=stay)
-        if stay is not False and not connection.is_stopping:
-            log.warning(
-                "the run has ended; this device waits for the next one%s",
-                ""
-                if stay
-                else f", {duration_text(connection.patience_seconds)} (with --once it ends)",
-            )
-        while stay is not False and not connection.is_stopping:
-            await _unless_other_task(connection, connection.run_next, stay=stay)
+    try:
+        with at_stop_signals(requests):
+            if after_seconds:
+                await connection.wait_after_change(after_seconds)
+            await _unless_other_task(connection, connection.run, stay=stay)
+            if stay is not False and not connection.is_stopping:
+                log.warning(
+                    "the run has ended; this device waits for the next one%s",
+                    ""
+                    if stay
+                    else f", {duration_text(connection.patience_seconds)} (with --once it ends)",
+                )
+            while stay is not False and not connection.is_stopping:
+                await _unless_other_task(connection, connection.run_next, stay=stay)
+    finally:
+        await last_events()
 
 
 async def _unless_other_task(

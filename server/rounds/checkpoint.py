@@ -27,7 +27,6 @@ from headwater.common.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
     FrozenPartMismatch,
-    RunFolderGone,
     system_remedy,
 )
 from headwater.common.model import frozen_part
@@ -105,7 +104,6 @@ def save(
     """Replace the checkpoint in ``folder``; ``features`` are their tensors, by feature and name.
 
     Raises:
-        RunFolderGone: somebody has removed the folder.
         CheckpointFailed: the disk is full or not writable; the old checkpoint is untouched.
     """
     tensors = {IMAGE: image_U8, **{OPTIMIZER + name: t for name, t in optimizer.items()}}
@@ -122,8 +120,6 @@ def save(
         with atomic_writer(folder / FILE) as part:
             write_tensors(part, tensors, metadata)
     except (OSError, ValueError) as error:
-        if not folder.exists():
-            raise RunFolderGone(f"{folder} was removed while the run went on") from error
         raise _failed(f"round {progress.round} could not be saved in {folder}: {error}") from error
 
 

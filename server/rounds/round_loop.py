@@ -40,6 +40,7 @@ from headwater.server.rounds.round_figures import row_of_round
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import (
     interrupt_after,
+    removal_named,
     resume_or_begin,
     save_checkpoint,
     save_last,
@@ -95,7 +96,8 @@ def run(
             for feature in training.features.values():
                 feature.saved(folder)  # a kill may have come between the checkpoint and this
             training.publish()
-        _run_rounds(training, fleet, on_round, observer, run_round or synchronous_round)
+        with removal_named(folder):
+            _run_rounds(training, fleet, on_round, observer, run_round or synchronous_round)
     except BaseException as ended_by:
         try:
             # After its term another server has the run, and this folder may hold a stray round.
@@ -111,10 +113,11 @@ def run(
         raise
     else:
         if folder is not None:
-            if training.num_unsaved:
-                _save_state(training, fleet, folder)
-            save_last(folder, training)
-            training.publish()
+            with removal_named(folder):
+                if training.num_unsaved:
+                    _save_state(training, fleet, folder)
+                save_last(folder, training)
+                training.publish()
         training.optimizer.keep()
     finally:
         observer.ended()

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headwater.common.errors import HeadwaterError, SettingsError, StateError
+from headwater.common.errors import HeadwaterError, RunFolderGone, SettingsError, StateError
 from headwater.common.model.mismatch import mismatch_error
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.changes import changes, check_no_links, optimizer_of, values_of
@@ -239,6 +242,32 @@ def interrupt_after(round_number: int, folder: Path | None) -> KeyboardInterrupt
     if not round_number:
         return KeyboardInterrupt("stopped before round 1 had ended: no round is kept")
     return KeyboardInterrupt("stopped; committed rounds are kept, --resume continues after them")
+
+
+@contextmanager
+def removal_named(folder: Path | None) -> Iterator[None]:
+    """Say of a file that vanished from the run's folder that somebody removes it.
+
+    Whichever file it is: the files of a folder go one by one, and the folder last.
+
+    Raises:
+        RunFolderGone: a file of ``folder`` could not be written or read, as it is not there.
+    """
+    try:
+        yield
+    except Exception as error:
+        if folder is not None and _has_lost_file(error, folder):
+            raise RunFolderGone(f"{folder} was removed while the run went on") from error
+        raise
+
+
+def _has_lost_file(error: BaseException | None, folder: Path) -> bool:
+    while error is not None:
+        name = error.filename if isinstance(error, FileNotFoundError) else None
+        if name is not None and Path(os.fsdecode(name)).is_relative_to(folder):
+            return True
+        error = error.__cause__
+    return False
 
 
 def write_settings(folder: Path, settings: Settings) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from headwater.common.errors import ConnectionLost, HeadwaterError
+from headwater.common.transport.last_events import last_events
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Goodbye, ServerFrame
@@ -243,6 +244,7 @@ class Servicer:
         await self._listener.close()
         for session in self._sessions.values():
             self._uploads.discard(session)
+        await last_events()
 
     async def _serve(self, _: Any, stream: Stream) -> None:
         if self._is_closing:

@@ -32,7 +32,7 @@ from headwater.simulation.vectorised.round_columns import Ints, RoundColumns
 
 if TYPE_CHECKING:
     from headwater.common.flower.sent_model import SentModel
-    from headwater.common.sums.coding import VectorCoding
+    from headwater.common.sums.encoded_vector import VectorCoding
 
 log = logging.getLogger(__name__)
 

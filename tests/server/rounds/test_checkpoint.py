@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwater.common.errors import (
-    CheckpointCorrupt,
-    CheckpointFailed,
-    RunFolderGone,
-    SettingsError,
-)
+from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, SettingsError
 from headwater.common.model.trained_model import MODEL, load_model
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
@@ -186,11 +181,6 @@ def test_a_disk_that_fails_late_leaves_the_old_checkpoint(
         save(tmp_path, image_of(8))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert (tmp_path / FILE).read_bytes() == before
-
-
-def test_a_folder_that_is_gone_fails_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderGone):
-        save(tmp_path / "gone")
 
 
 def test_a_part_left_by_a_killed_process_is_no_hindrance(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 import headwater
-from headwater.common.errors import PrivacySpent, SettingsError
+from headwater.common.errors import PrivacySpent, RunFolderGone, SettingsError
 from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from tests.tasks import TwoLayers
 
@@ -45,3 +47,25 @@ def test_a_server_says_that_its_folder_holds_a_run_before_it_listens(
     with pytest.raises(SettingsError, match="already holds a run of 2 rounds"):
         serve(out)
     assert "listening" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", ["rounds.jsonl", "settings.toml", None])
+def test_a_file_that_vanishes_as_it_is_written_is_called_a_removal(
+    kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes a folder removes its files one by one, and the folder last."""
+    out, sync = tmp_path / "out", os.fsync
+
+    def remove_meanwhile(descriptor: int) -> None:
+        sync(descriptor)
+        if not list(out.glob("checkpoint*.part")):
+            return
+        for path in out.iterdir():
+            if path.name != kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if kept is None:
+            out.rmdir()
+
+    monkeypatch.setattr(os, "fsync", remove_meanwhile)
+    with pytest.raises(RunFolderGone, match="out was removed while the run went on"):
+        headwater.simulate(TwoLayers, clients=2, rounds=2, out=out, progress=False)
