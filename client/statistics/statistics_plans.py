@@ -9,7 +9,7 @@ from headwater.common.errors import ProtocolMismatch
 from headwater.common.messages import Plan
 from headwater.common.statistics.terms import StatisticsTerms
 
-BESIDE = {StatisticsTerms.NAME, "secagg"}
+BESIDE = {StatisticsTerms.NAME, "secagg", "privacy"}
 """What a plan that measures may ask for. A device masks each example in one sum of its columns,
 whatever the model is: another feature's sums of that round could be of any model."""
 
@@ -25,5 +25,11 @@ class StatisticsPlans(PlanFeature):
             raise ProtocolMismatch(
                 f"{name}, round {plan.round}: the plan measures statistics, and asks for "
                 f"{', '.join(sorted(others))} beside them",
+                remedy="use a server of this version",
+            )
+        if terms.found is None and {"secagg", "privacy"} <= plan.terms.keys():
+            raise ProtocolMismatch(
+                f"{name}, round {plan.round}: the plan measures statistics under masks and asks "
+                "for noise, which devices do not add to them",
                 remedy="use a server of this version",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -10,10 +11,15 @@ from torch import Tensor
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work
 from headwater.common.errors import ProtocolMismatch, TaskError
-from headwater.common.messages import Plan
+from headwater.common.messages import Plan, Update
+from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.statistics.columns import Columns, Statistics, columns_of, give_once
+from headwater.common.statistics.kinds import Floats, Ints
 from headwater.common.statistics.terms import COUNTS, LARGEST, MOMENTS, StatisticsTerms
-from headwater.common.task import Task
+from headwater.common.task import Task, max_weight_per_example
+from headwater.common.wording import counted
+
+log = logging.getLogger(__name__)
 
 NUM_TRIED = 8
 """Examples on which a task's statistics are tried before the first round."""
@@ -71,9 +77,27 @@ class StatisticsRound(Feature):
 
         def found() -> Statistics:
             columns = columns_for(work.plan, terms, task, name=work.context.name)
-            return columns.found(sums.counts, sums.moments)
+            return columns.found(sums.counts, sums.moments, sums.noise)
 
         give_once(task, sums, found)
+
+    def finish(self, work: Work) -> Update | None:
+        """Return, under noise, a report of the plan's own numbers."""
+        plan, context = work.plan, work.context
+        terms = None if plan.asks_model else plan.of(PrivacyTerms)
+        if terms is None:
+            return None
+        from headwater.client.privacy.private_update import private_update  # few rounds are private
+
+        return private_update(
+            plan,
+            terms,
+            work.values_P[:0],
+            name=context.name,
+            weight=max_weight_per_example(context.task) * plan.quota,
+            seconds=context.clock.seconds() - work.start_seconds,
+            vitals=context.vitals(),
+        )
 
     def sums(self, work: Work) -> Mapping[str, Tensor]:
         """Return the sums over all examples of the window, whatever their number takes.
@@ -85,7 +109,18 @@ class StatisticsRound(Feature):
             return {}
         task, examples = work.context.task, work.context.examples
         used = (examples[position] for position in work.used)
-        counts_C, moments_M = columns_of(task).sums(task, used)
+        columns = columns_of(task)
+        counts_C: Floats | Ints
+        if work.plan.is_private:
+            counts_C, moments_M, num_clipped = columns.clipped_sums(task, used)
+            if num_clipped:
+                log.warning(
+                    "%s of %s with several values in a column count less, as the noise is for one",
+                    counted(num_clipped, "example"),
+                    f"{len(work.used):,}",
+                )
+        else:
+            counts_C, moments_M = columns.sums(task, used)
         if counts_C.max(initial=0) > LARGEST:
             raise TaskError(
                 f"a count of {counts_C.max():,} on one device: counts up to {LARGEST:,.0f} are "

@@ -126,6 +126,18 @@ def plain_sigma(terms: PrivacyTerms, *, scale_bits: int, num_values: int) -> int
     return sigma_above(terms.vector_multiplier * bound)
 
 
+def statistics_sigma(
+    terms: PrivacyTerms, *, scale_bits: int, num_values: int, max_examples: int
+) -> int:
+    """Return s of the noise that the server adds to sums of at most so many examples of a device.
+
+    They are made in float64 and rounded once to float32, with the example and without it.
+    """
+    rounding = 2 * FLOAT32_ROUNDING * max_examples if terms.unit == "example" else 0.0
+    steps = math.ldexp(terms.unit_bound, scale_bits) * (1 + rounding)
+    return sigma_above(terms.noise_multiplier * (steps + math.sqrt(num_values)))
+
+
 def opened_multiplier(
     terms: PrivacyTerms, *, scale_bits: int, num_values: int, num_members: int, num_survivors: int
 ) -> float:

@@ -77,8 +77,9 @@ class StatisticsSettings(Branch):
     )
     max_examples: Count = setting(
         65_536,
-        "examples that are measured of a device that masks, and so does not tell how many it has",
-        on="",
+        "examples that are measured of a device under masks or noise, which hide how many it has; "
+        "noise for a whole device grows with it",
+        "--statistics-examples",
         le=2**24,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -88,6 +89,32 @@ class Columns:
         text = json.dumps([self.task, plain], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def example_bound(self) -> float:
+        """The L2 norm of what an example adds to both rows, with one value in each column."""
+        return math.sqrt(sum(kind.squared_bound for kind in self.of.values()))
+
+    def clipped_sums(self, task: Any, examples: Iterable[Any]) -> tuple[Floats, Floats, int]:
+        """Return the rows over some examples, none of which adds more than ``example_bound``.
+
+        An example with several values in a column adds in proportion less. The last number says
+        how many examples were clipped so.
+
+        Raises:
+            TaskFailed, TaskError: see ``sums``.
+        """
+        total = np.zeros(self.num_counts + self.num_moments)
+        num_clipped = 0
+        for example in examples:
+            counts_C, moments_M = self.sums(task, [example])
+            row: Floats = np.concatenate([counts_C.astype(np.float64), moments_M])
+            norm = float(np.linalg.norm(row))
+            if norm > self.example_bound:
+                num_clipped += 1
+                row *= self.example_bound / norm
+            total += row
+        return total[: self.num_counts], total[self.num_counts :], num_clipped
+
     def sums(self, task: Any, examples: Iterable[Any]) -> tuple[Ints, Floats]:
         """Return the rows of counts and moments over some examples.
 
@@ -157,15 +184,19 @@ class Columns:
                 remedy="begin a new run: the task measures something else now",
             )
 
-    def found(self, counts: Sequence[int], moments: Sequence[float]) -> Statistics:
+    def found(
+        self, counts: Sequence[int], moments: Sequence[float], noise: float = 0.0
+    ) -> Statistics:
         """Return what rows that were added up over all devices say; see ``check`` as well.
+
+        ``noise`` is the standard deviation of the noise in each number.
 
         Raises:
             TaskError: they are not of these columns.
         """
         self._check_lengths(counts, moments)
         rows = self._cut(np.array(counts, np.int64), np.array(moments, np.float64))
-        return Statistics({name: kind.found(c, m) for name, kind, c, m in rows})
+        return Statistics({name: kind.found(c, m, noise) for name, kind, c, m in rows})
 
 
 def columns_of(task: Any) -> Columns:
@@ -240,8 +271,9 @@ def give_recorded(task: Any, row: Mapping[str, Any]) -> None:
             remedy="name the task that it was trained with",
         )
     try:
-        found = FoundSums.model_validate({key: row.get(key) for key in ("counts", "moments")})
-        columns.check(found.counts, found.moments)
+        found = FoundSums.model_validate({key: one for key, one in row.items() if key != "columns"})
+        if not found.noise:
+            columns.check(found.counts, found.moments)
     except (ValidationError, CorruptUpdate) as error:
         raise TaskError(f"the statistics in the model's file are none: {error}") from error
-    give(task, columns.found(found.counts, found.moments))
+    give(task, columns.found(found.counts, found.moments, found.noise))

@@ -27,6 +27,8 @@ NUM_BINS = 16
 ROUNDING = 2.0**-22
 """What float32 leaves open of a variance, in squares of the bounds' width."""
 RESOLUTION = 2.0**-8
+SURE = 4.0
+"""Standard deviations of noise above which a bin is taken to hold a value."""
 MAX_LABELS = 10_000
 
 
@@ -54,8 +56,15 @@ class Kind(Protocol):
     def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
         """Whether some examples have such rows; none of the counts is negative."""
 
-    def found(self, counts_C: Ints, moments_M: Floats) -> Any:
-        """Return the result of the rows, added up over all devices."""
+    @property
+    def squared_bound(self) -> int:
+        """The square of the L2 norm of what an example with one value adds to the two rows."""
+
+    def found(self, counts_C: Ints, moments_M: Floats, noise: float = 0.0) -> Any:
+        """Return the result of the rows, added up over all devices.
+
+        ``noise`` is the standard deviation of the noise in each number; what is 0 is exact.
+        """
 
 
 class Moments:
@@ -147,16 +156,23 @@ class Moments:
         is_within &= second_V * counts[0] >= first_V * first_V - room_V * counts[0]
         return bool(is_within.all() and (counts[4:].sum(0) == counts[0]).all())
 
-    def found(self, counts_C: Ints, moments_M: Floats) -> FoundMoments:
+    @property
+    def squared_bound(self) -> int:
+        return 5 * self.size  # there, beyond the bounds, its bin, and two moments of at most 1
+
+    def found(self, counts_C: Ints, moments_M: Floats, noise: float = 0.0) -> FoundMoments:
         counts = counts_C.reshape(4 + self.num_bins, self.size)
         moments = moments_M.reshape(2, self.size)
         width_V, num_V = self.high_V - self.low_V, np.maximum(counts[0], 1)
         mean_V = moments[0] / num_V
-        variance_V = moments[1] / num_V - mean_V * mean_V
+        second_V = moments[1] / num_V
+        if noise:  # which may lead beyond what values within the bounds can have
+            mean_V, second_V = np.minimum(mean_V, 1), np.minimum(second_V, 1)
+        variance_V = second_V - mean_V * mean_V
         variance_V = np.where(variance_V > ROUNDING, variance_V, 0.0)  # else it is of rounding
         edges = np.arange(self.num_bins + 1)[:, None] / self.num_bins
         edges = self.low_V + edges * width_V
-        is_there = counts[4:] > 0
+        is_there = counts[4:] > SURE * noise
         lowest_V = np.take_along_axis(edges, is_there.argmax(0)[None], 0)[0]
         last_V = self.num_bins - is_there[::-1].argmax(0)
         highest_V = np.take_along_axis(edges, last_V[None], 0)[0]
@@ -174,6 +190,7 @@ class Moments:
             lowest=known(lowest_V),
             highest=known(highest_V),
             resolution=(width_V * RESOLUTION).tolist(),
+            noise=noise,
         )
 
 
@@ -196,6 +213,8 @@ class FoundMoments:
     """A 256th of the bounds' width: of a smaller spread the variance is off by a hundredth or more,
     and below a 2,048th it is 0."""
     highest: list[float]
+    noise: float = 0.0
+    """The standard deviation of the noise in each count; 0: they are exact."""
 
     @cached_property
     def mean(self) -> Tensor:
@@ -261,7 +280,11 @@ class Histogram:
     def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
         return True
 
-    def found(self, counts_C: Ints, moments_M: Floats) -> FoundHistogram:
+    @property
+    def squared_bound(self) -> int:
+        return 1
+
+    def found(self, counts_C: Ints, moments_M: Floats, noise: float = 0.0) -> FoundHistogram:
         missing, below, above, *counts = counts_C.tolist()
         return FoundHistogram(
             edges=self.edges_E.tolist(),
@@ -269,6 +292,7 @@ class Histogram:
             num_missing=missing,
             num_below=below,
             num_above=above,
+            noise=noise,
         )
 
 
@@ -281,6 +305,8 @@ class FoundHistogram:
     num_missing: int
     num_below: int
     num_above: int
+    noise: float = 0.0
+    """The standard deviation of the noise in each count; 0: they are exact."""
 
 
 class Counts:
@@ -328,9 +354,13 @@ class Counts:
     def are_possible(self, counts_C: Ints, moments_M: Floats) -> bool:
         return True
 
-    def found(self, counts_C: Ints, moments_M: Floats) -> FoundCounts:
+    @property
+    def squared_bound(self) -> int:
+        return 1
+
+    def found(self, counts_C: Ints, moments_M: Floats, noise: float = 0.0) -> FoundCounts:
         *counts, other = counts_C.tolist()
-        return FoundCounts(labels=self.labels, counts=counts, num_other=other)
+        return FoundCounts(labels=self.labels, counts=counts, num_other=other, noise=noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +371,8 @@ class FoundCounts:
     counts: list[int]
     num_other: int
     """Labels that are none of these."""
+    noise: float = 0.0
+    """The standard deviation of the noise in each count; 0: they are exact."""
 
     @cached_property
     def weights(self) -> Tensor:

@@ -23,6 +23,8 @@ class FoundSums(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    noise: Annotated[float, Field(ge=0, le=2.0**53, allow_inf_nan=False)] = 0.0
+    """The standard deviation of the noise in each of them; 0: they are exact."""
     counts: Annotated[
         tuple[Annotated[int, Field(ge=0, le=2**53)], ...], Field(max_length=MAX_VALUES)
     ]
@@ -42,6 +44,8 @@ class StatisticsTerms(Terms):
     num_counts: Length = 0
     num_moments: Length = 0
     found: FoundSums | None = None
+    scale_bits: Annotated[int, Field(ge=-64, le=48)] | None = None
+    """Under noise, f: both sums are made in steps of 2^-f. None: as is exact for each."""
 
     @property
     def why_alone(self) -> str | None:
@@ -65,6 +69,8 @@ class StatisticsTerms(Terms):
             return {}
         lengths = {COUNTS: self.num_counts, MOMENTS: self.num_moments}
         scale_bits = {COUNTS: 0, MOMENTS: 32}
+        if self.scale_bits is not None:
+            scale_bits = dict.fromkeys(scale_bits, self.scale_bits)
         return {
             name: SumOf(length=length, limit=LARGEST, least=0, scale_bits=scale_bits[name])
             for name, length in lengths.items()

@@ -6,11 +6,12 @@ bit. The scale is the one that the terms name, so that a sum does not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
@@ -106,6 +107,16 @@ class ExtraSums:
         """Add checked sums: the same integers as if their updates had been added."""
         for key, part in parts.items():
             self._sums[key].add_part(part, sum(weights.get(key, ())))
+
+    @property
+    def num_values(self) -> int:
+        """The length of all sums together."""
+        return sum(one.length for one in self.asked.values())
+
+    def add_integers(self, draw: Callable[[int], NDArray[np.int64]]) -> None:
+        """Add noise to the integers of all sums: ``draw`` returns so many of them."""
+        for total in self._sums.values():
+            total.add_integers(draw)
 
     def close(self) -> dict[str, Tensor]:
         """Return each sum in float64; a mean is divided by the weight of its updates."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from torch import Tensor
 
@@ -20,11 +21,27 @@ def admit(update: Update, terms: Terms) -> Tensor:
     """Check an update's bit on the clip norm; return its vector, clipped.
 
     Raises:
-        CountOutOfRange: it has no bit and should have one, or the reverse.
+        CountOutOfRange: it has no bit and should have one, or the reverse; or its sums are longer
+            than the plan allows.
     """
     assert isinstance(terms, PrivacyTerms)
     _check_bit(update, terms)
+    _check_sums(update, terms)
     return _clipped(update, terms)
+
+
+def _check_sums(update: Update, terms: PrivacyTerms) -> None:
+    """Check the sums beside the model's of a private update, which the same noise hides.
+
+    Raises:
+        CountOutOfRange: together they are longer than what it is for.
+    """
+    norm = math.sqrt(math.fsum(squared_norm(values) for values in update.sums.values()))
+    if norm > terms.norm_bound:
+        raise CountOutOfRange(
+            f"{update.name}: its sums have a norm of {norm:.6g}, its plan allows "
+            f"{terms.norm_bound:.6g}"
+        )
 
 
 def _check_bit(update: Update, terms: PrivacyTerms) -> None:

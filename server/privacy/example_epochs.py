@@ -128,6 +128,19 @@ class ExampleEpochs:
             for name, share in (everyone | dict(shares)).items()
         )
 
+    def affordable_beside(self, total: float, *, rounds: int, shares: Mapping[str, Share]) -> float:
+        """Return the cost of a round that uses each example once, before so many others.
+
+        All of them then cost the same, and stay together within ``total``.
+        """
+        left = total - self.most
+        return min(
+            left / (1 + rounds)
+            if share.num_owned is None
+            else left / (1 + _num_begun(rounds * share.num_used, share.num_owned))
+            for share in shares.values()
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return this as plain objects."""
         return {

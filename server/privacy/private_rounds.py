@@ -39,6 +39,8 @@ class PrivateRounds(RunFeature):
         self.privacy = RunPrivacy(run.settings, num_values=num_values)
         """What the rounds' noise has spent."""
         self._bit_sum: float | None = None
+        self.noise_in_sums = 0.0
+        """The standard deviation of the noise in a round's sums beside the model's."""
 
     def share(self, publish: Callable[[], None]) -> None:
         self.privacy.publish = publish
@@ -78,6 +80,17 @@ class PrivateRounds(RunFeature):
         terms = terms_of(opened.plans.values())
         if unmasked is not None:
             self.privacy.note_unmasked(unmasked, terms)
+            return
+        first = next(iter(opened.plans.values()))
+        if opened.extra is not None and not first.asks_model:
+            self.noise_in_sums = self.privacy.add_noise_to_sums(
+                opened.extra,
+                terms,
+                max_examples=first.quota,
+                round_number=self._run.round + 1,
+                names=opened.accepted,
+            )
+            self._bit_sum = None
             return
         self._bit_sum = self.privacy.add_noise(
             self._run.sum,

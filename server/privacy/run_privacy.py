@@ -7,6 +7,7 @@ the sum with its noise alone.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,14 +18,17 @@ from headwater.common.messages import Plan
 from headwater.common.privacy.clip_bit import bit_sigma, bit_steps
 from headwater.common.privacy.discrete_gaussian import RandomBits, draw
 from headwater.common.privacy.noise_shares import (
+    FLOAT32_ROUNDING,
     opened_multiplier,
     plain_scale_bits,
     plain_sigma,
+    statistics_sigma,
 )
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.rounds import PrivacyUnit
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.extra_sums import ExtraSums
 from headwater.server.planning.device_estimates import told
 from headwater.server.privacy.accountant import (
     Accountant,
@@ -192,8 +196,7 @@ class RunPrivacy:
 
     def _multiplier_of_rest(self, rho: float, *, round_number: int) -> float:
         """Return the noise that spends the rest of ``rho`` evenly over the remaining rounds."""
-        assert self._settings.num_rounds is not None  # an epsilon needs them, see check_endless
-        rounds = max(self._settings.num_rounds - round_number + 1, 1)
+        rounds = self._rounds_from(round_number)
         if self._epochs is None:
             events = self._accountant.events
             return multiplier_of_rest(rho, events, rounds=rounds, gain=self._gain)
@@ -243,6 +246,83 @@ class RunPrivacy:
         changed = {id(plan): plan.asking(terms) for plan in plans.values()}
         return {name: changed[id(plan)] for name, plan in plans.items()}
 
+    def measuring_terms(
+        self,
+        plans: Mapping[str, Plan],
+        *,
+        example_bound: float,
+        max_examples: int,
+        owned: Mapping[str, int],
+    ) -> PrivacyTerms:
+        """Return the terms of a round of sums beside the model's, in the place of the plans' own.
+
+        An example adds at most ``example_bound`` to all of them together, and a device has at most
+        ``max_examples`` in them. ``plans`` are those of a round of gradients: what the epsilon is
+        to leave for the rounds after this one.
+
+        Raises:
+            PrivacySpent: nothing is left of the epsilon.
+        """
+        first = next(iter(plans.values()))
+        before = first.of(PrivacyTerms)
+        assert before is not None
+        shares, self._shares = (
+            self._shares,
+            {name: Share(quota=max_examples, num_owned=told(owned[name])) for name in plans},
+        )
+        multiplier = before.noise_multiplier
+        if self._epochs is not None and self._rho is not None:
+            left = self._epochs.affordable_beside(
+                self._rho, rounds=self._rounds_from(first.round + 1), shares=shares
+            )
+            multiplier = multiplier_of(left, of=self._rho)
+        bound = example_bound * max_examples * (1 + FLOAT32_ROUNDING * max_examples)
+        return before.model_copy(
+            update={
+                "norm_bound": bound,
+                "example_bound": example_bound if before.unit == "example" else None,
+                "noise_multiplier": multiplier,
+                "bit_multiplier": None,
+            }
+        )
+
+    def _rounds_from(self, round_number: int) -> int:
+        """Return how many rounds there are from this one on, which an epsilon needs."""
+        assert self._settings.num_rounds is not None  # see check_endless
+        return max(self._settings.num_rounds - round_number + 1, 1)
+
+    def add_noise_to_sums(
+        self,
+        extra: ExtraSums,
+        terms: PrivacyTerms,
+        *,
+        max_examples: int,
+        round_number: int,
+        names: Iterable[str],
+    ) -> float:
+        """Add the noise to a round's sums beside the model's, after that is on disk.
+
+        Return the standard deviation of the noise in each of their numbers.
+
+        Raises:
+            StateError: see ``write_events``.
+        """
+        bits = plain_scale_bits(terms)
+        sigma = statistics_sigma(
+            terms, scale_bits=bits, num_values=extra.num_values, max_examples=max_examples
+        )
+        self._note(terms.noise_multiplier, epochs=self._epochs_after(round_number, terms, names))
+        extra.add_integers(partial(draw, sigma, bits=RandomBits(self._random)))
+        return math.ldexp(sigma, -bits)
+
+    def _epochs_after(
+        self, round_number: int, terms: PrivacyTerms, names: Iterable[str]
+    ) -> ExampleEpochs | None:
+        if self._epochs is None:
+            return None
+        shares = {name: self._shares[name] for name in names}
+        return self._epochs.after(round_number, terms.rho, shares)
+
     def add_noise(
         self,
         total: CohortSum,
@@ -268,11 +348,7 @@ class RunPrivacy:
             return None
         bits = plain_scale_bits(terms)
         sigma = plain_sigma(terms, scale_bits=bits, num_values=self._num_values)
-        epochs = self._epochs
-        if epochs is not None:
-            shares = {name: self._shares[name] for name in names}
-            epochs = epochs.after(round_number, terms.rho, shares)
-        self._note(terms.noise_multiplier, epochs=epochs)
+        self._note(terms.noise_multiplier, epochs=self._epochs_after(round_number, terms, names))
         total.add_integers(partial(draw, sigma, bits=RandomBits(self._random)))
         if terms.bit_multiplier is None:
             return None

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import result_in
-from headwater.common.statistics.kinds import FoundCounts, FoundMoments
+from headwater.common.statistics.kinds import SURE, FoundCounts, FoundMoments
 from headwater.common.system.printable import printable
 
 FILE = "statistics.json"
@@ -34,7 +34,8 @@ def advice(found: Mapping[str, Any]) -> list[str]:
             lines += _of_spread(name, one)
         if not isinstance(one, FoundCounts):
             continue
-        there = {label: n for label, n in zip(one.labels, one.counts, strict=True) if n}
+        sure = SURE * one.noise  # a count below it may be noise alone
+        there = {label: n for label, n in zip(one.labels, one.counts, strict=True) if n > sure}
         if not there or max(there.values()) <= IMBALANCE * min(there.values()):
             continue
         most, least = max(there, key=there.__getitem__), min(there, key=there.__getitem__)
@@ -95,6 +96,9 @@ def as_table(found: Mapping[str, Any]) -> RenderableType:
             parts.append(_of_counts(name, "label", rows))
             labels = FoundCounts(**one)
             parts += [escape(printable(line)) for line in advice({name: labels})]
+    noises = {one.get("noise", 0.0) for one in found.values()}
+    if any(noises):
+        parts.append(f"each count has noise with a standard deviation of {max(noises):.3g}")
     return Group(*parts)
 
 

@@ -20,6 +20,10 @@ from torch import Tensor
 
 from headwater.common.errors import SettingsError, StateError, UpdateAlreadyMasked
 from headwater.common.messages import MAX_STEPS, Plan
+from headwater.common.privacy.noise_shares import plain_scale_bits
+from headwater.common.privacy.terms import PrivacyTerms
+from headwater.common.settings.rounds import StatisticsSettings
+from headwater.common.settings.schema import Settings
 from headwater.common.statistics.columns import Statistics, columns_of, give
 from headwater.common.statistics.terms import (
     COUNTS,
@@ -29,7 +33,7 @@ from headwater.common.statistics.terms import (
     StatisticsTerms,
 )
 from headwater.common.system.atomic_file import atomic_writer
-from headwater.common.terms import Terms
+from headwater.common.terms import Terms, named
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.planning.features import DraftPlans
@@ -50,7 +54,7 @@ class StatisticsRounds(RunFeature):
             TaskError: the task measures nothing.
             SettingsError: it measures too much, or another setting does not go with it.
         """
-        _check_settings(run)
+        _check_settings(run.settings)
         self._run = run
         self._columns = columns_of(run.task)
         self._found: FoundSums | None = None
@@ -66,6 +70,11 @@ class StatisticsRounds(RunFeature):
                 remedy="measure fewer columns, or set a smaller num_bins of Moments",
             )
 
+    @property
+    def _private(self) -> Any:
+        """The feature that adds the run's noise; None where statistics are exact."""
+        return self._run.features.get("privacy")
+
     def write(self, drafts: DraftPlans) -> None:
         if self._found is not None:
             drafts.ask(self._terms())
@@ -78,19 +87,34 @@ class StatisticsRounds(RunFeature):
         if self._found is not None:
             return
         self._check_masked_before()
-        terms = self._terms()
+        terms, noise = self._terms(), self._noise(opening)
+        if noise:
+            terms = terms.model_copy(update={"scale_bits": plain_scale_bits(*noise)})
         made: dict[int, dict[str, Terms]] = {}
         most = self._run.settings.statistics.max_examples
         plans = {}
         for name, plan in opening.plans.items():
             own = made.get(id(plan.terms))
             if own is None:
-                masks = {key: one for key, one in plan.terms.items() if one.keeps_update}
-                own = made[id(plan.terms)] = {**masks, terms.NAME: terms}
-            # Of a member of a session nothing may follow from how many examples it has.
-            quota = most if plan.keeps_update else opening.owned[name]
+                masks = [one for one in plan.terms.values() if one.keeps_update]
+                own = made[id(plan.terms)] = named(*masks, *noise, terms)
+            # Under masks or noise nothing may follow from how many examples a device has.
+            quota = most if plan.keeps_update or noise else opening.owned[name]
             plans[name] = _measuring(plan, own, quota)
         opening.plans = plans
+
+    def _noise(self, opening: Opening) -> list[PrivacyTerms]:
+        """Return the terms of a private run's noise in statistics, in a list; else none."""
+        if self._private is None or not opening.plans:
+            return []
+        return [
+            self._private.privacy.measuring_terms(
+                opening.plans,
+                example_bound=self._columns.example_bound,
+                max_examples=self._run.settings.statistics.max_examples,
+                owned=opening.owned,
+            )
+        ]
 
     def answered(self, opened: OpenRound) -> None:
         self._asked = opened
@@ -99,7 +123,8 @@ class StatisticsRounds(RunFeature):
         if self._found is not None:
             return done
         self._check_masked_before()
-        self._columns.check(*_rows_of(done))
+        if self._private is None:
+            self._columns.check(*_rows_of(done))
         return replace(done, mean_P=torch.zeros(0), loss_sum=math.nan, noise=None)
 
     def _check_masked_before(self) -> None:
@@ -126,22 +151,40 @@ class StatisticsRounds(RunFeature):
         if self._found is not None:
             return
         counts, moments = _rows_of(done)
-        self._found = FoundSums(counts=tuple(map(round, counts)), moments=tuple(moments))
+        noise = 0.0
+        if self._private is not None:
+            noise = self._private.noise_in_sums
+            counts, moments = ([max(one, 0.0) for one in row] for row in (counts, moments))
+        self._found = FoundSums(
+            noise=noise, counts=tuple(map(round, counts)), moments=tuple(moments)
+        )
         self._measured_round = self._run.round
         found = self._given()
-        log.info(
-            "round %d measured %s of %s; no step was taken",
-            self._run.round,
-            counted(round(done.num_examples), "example"),
-            counted(len(done.names), "device"),
-        )
+        devices = counted(len(done.names), "device")
+        if noise:
+            log.warning(
+                "round %d measured the examples of %s, up to %s of each; each count has noise "
+                "with a standard deviation of %.3g; no step was taken",
+                self._run.round,
+                devices,
+                f"{self._run.settings.statistics.max_examples:,}",
+                noise,
+            )
+        else:
+            log.info(
+                "round %d measured %s of %s; no step was taken",
+                self._run.round,
+                counted(round(done.num_examples), "example"),
+                devices,
+            )
         for line in advice(found):
             log.warning("%s", line)
 
     def to_json(self) -> dict[str, Any]:
         if self._found is None:
             return {}
-        return {"columns": self._columns.digest, **self._found.model_dump(mode="json")}
+        found = self._found.model_dump(mode="json", exclude_defaults=True)
+        return {"columns": self._columns.digest, **found}
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take what was measured before.
@@ -158,7 +201,8 @@ class StatisticsRounds(RunFeature):
                 "labels",
                 remedy="resume with the task that the run was started with, or begin a new run",
             )
-        self._found = FoundSums(counts=row["counts"], moments=row["moments"])
+        rows = {"counts": (), "moments": (), **row}
+        self._found = FoundSums.model_validate({key: rows[key] for key in rows if key != "columns"})
         self._given()
 
     @property
@@ -191,7 +235,7 @@ class StatisticsRounds(RunFeature):
 
     def _statistics(self) -> Statistics:
         assert self._found is not None
-        return self._columns.found(self._found.counts, self._found.moments)
+        return self._columns.found(self._found.counts, self._found.moments, self._found.noise)
 
     def _given(self) -> Statistics:
         found = self._statistics()
@@ -223,16 +267,23 @@ def _measuring(plan: Plan, terms: Mapping[str, Terms], quota: int) -> Plan:
     )
 
 
-def _check_settings(run: RunState) -> None:
-    """Check that nothing else is set that needs updates of gradients, or noise in each sum.
+def _check_settings(settings: Settings) -> None:
+    """Check that nothing else is set that needs updates of gradients, or noise in masked sums.
 
     Raises:
         SettingsError: something is.
     """
-    settings = run.settings
+    is_private = settings.privacy.is_on
+    is_most_set = settings.statistics.max_examples != StatisticsSettings().max_examples
     refused = {
-        "statistics have no noise, and a private run tells nothing without: leave out "
-        "--privacy-epsilon": settings.privacy.is_on,
+        "the server adds the noise, and sees masked sums without any: leave out --privacy-epsilon, "
+        "or --secure-aggregation": is_private and settings.secure.aggregation != "off",
+        "noise that is correlated over rounds is of one kind of sums: leave out "
+        "--privacy-bands": is_private and settings.privacy.bands > 1,
+        "noise for a whole device covers as many examples as one may have: set "
+        "--statistics-examples to what most devices have": (
+            is_private and settings.privacy.unit == "device" and not is_most_set
+        ),
         "asynchronous rounds have no first one that all devices are in: leave out "
         "--asynchronous": settings.asynchronous.is_on,
         "a robust rule compares gradients, and statistics are a sum: leave out "

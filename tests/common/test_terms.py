@@ -62,6 +62,7 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
     },
     "secagg": {"num_invited": (5, 6), "answer_seconds": (2.0, 3.0)},
     "statistics": {
+        "scale_bits": (20, None),
         "columns": ("ab" * 32, "cd" * 32),
         "num_counts": (2, 3),
         "num_moments": (1, 2),

@@ -52,11 +52,13 @@ KNOWS: dict[str, set[str]] = {
     "privacy": {"local_training", "secagg"},
     "secagg": {"compression", "frozen", "local_training", "privacy"},
     "standby": {"privacy"},
+    "statistics": {"privacy"},
     "tree": {"energy", "enrolment", "frozen", "own_feature"},
 }
 """The features that each imports, beside the core. Masks and noise know each other, and no other
 two do: the ring must hold the noise (``server.secagg.parameters._encoding``), and each member's
-share of the noise follows from the session's survivors (``common.privacy.noise_shares``)."""
+share of the noise follows from the session's survivors (``common.privacy.noise_shares``).
+Statistics know noise: what an example adds to them bounds it."""
 
 # Applications, commands and services start features; so may the files at the top.
 OUTER = (

@@ -403,7 +403,7 @@ def test_a_task_that_measures_nothing_is_refused_before_the_run() -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"privacy_epsilon": 5.0}, "have no noise"),
+        ({"privacy_epsilon": 5.0}, "as many examples as one may have"),
         ({"aggregation": "median"}, "a robust rule"),
         ({"evaluate_on_devices": True}, "devices are tested"),
         ({"settings": {"asynchronous.is_on": True}}, "asynchronous"),
