@@ -125,7 +125,10 @@ class CodeChanged(SettingsError):
 class MissingData(SettingsError):
     """The data path does not exist or cannot be read."""
     is_private = True
-    remedy = "point --data at a file or folder that the task can read"
+    remedy = (
+        "point --data at a file or folder that the task can read; at those of several devices with "
+        "a pattern in quotes, as 'folder/*.csv'"
+    )
 class EmptyDataset(SettingsError):
     """The device has no example to train on."""
     is_private = True

@@ -39,8 +39,7 @@ class RefusedDevices:
         by_reason, self._by_reason = self._by_reason, {}
         for refused in list(by_reason.values())[:MAX_LINES]:
             (_, first), names = refused[0], [name for name, _ in refused]
-            text = " ".join(first.message.split())
-            log.warning("%s refused: %s: %s", _named(names), first.code, text)
+            log.warning("%s refused: %s: %s", _named(names), first.code, _in_one_line(first))
         if len(by_reason) > MAX_LINES:
             rest = [one for refused in list(by_reason.values())[MAX_LINES:] for one in refused]
             others = _named([name for name, _ in rest])
@@ -55,6 +54,13 @@ class RefusedDevices:
             self.log()
         self._by_reason = {}
         return error
+
+
+def _in_one_line(error: HeadwaterError) -> str:
+    """Return the error's message; of a traceback only the last place."""
+    first, *rest = error.message.splitlines() or [""]
+    places = [line.strip() for line in rest if line.lstrip().startswith("File ")]
+    return f"{first} ({places[-1]})" if places else " ".join(error.message.split())
 
 
 def _named(names: Sequence[str | None]) -> str:

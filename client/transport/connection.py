@@ -173,7 +173,8 @@ class Connection:
                 self._awaits_next = self._awaits_next and not broken.had_contact
                 # That no server is there is what this device waits out: it is no fault.
                 level = logging.INFO if self._awaits_next else logging.WARNING
-                log.log(level, "%s: %s; trying again", self._address, why)
+                if retries.is_news(broken, why):
+                    log.log(level, "%s: %s; trying again", self._address, why)
                 self._addresses.rotate(-1)
                 if not self._awaits_next:
                     self._node.activity.enter(f"tries {self._address} again at {_time_in(seconds)}")

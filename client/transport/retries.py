@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Collection
 
@@ -16,6 +17,8 @@ MAX_BACKOFF_SECONDS = 30.0
 STANDBY_BACKOFF_SECONDS = 4.0
 # Corrupt models in a row: a flipped bit comes alone, a lying server repeats itself.
 MAX_CORRUPT_MODELS = 4
+SAY_AGAIN_SECONDS = 60.0
+PORT = re.compile(r":\d+")
 # gRPC's words when a server that expects a TLS handshake ends a connection in plain text.
 CLOSED = ("Socket closed", "Connection reset")
 
@@ -62,6 +65,7 @@ class RetryPolicy:
         self._patience_seconds = patience_seconds
         self._has_tls = has_tls
         self._num_corrupt = 0
+        self._said, self._said_at = "", 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -98,6 +102,18 @@ class RetryPolicy:
         seconds = min(self._backoff_seconds * random.uniform(0.5, 1.0), left_seconds)
         self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff)
         return seconds
+
+    def is_news(self, broken: ConnectionBroken, why: str) -> bool:
+        """Whether to log why a connection broke.
+
+        It is after a contact, for another reason than last, or if that was said a while ago.
+        """
+        reason, now = PORT.sub("", why), time.monotonic()
+        is_old = now - self._said_at >= SAY_AGAIN_SECONDS
+        is_news = broken.had_contact or is_old or reason != self._said
+        if is_news:
+            self._said, self._said_at = reason, now
+        return is_news
 
     def hint(self, broken: ConnectionBroken) -> str | None:
         """Return what to change, if the text tells: a proxy, other names, TLS on one side."""

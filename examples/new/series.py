@@ -95,7 +95,7 @@ def _read(path: Path) -> Tensor:
     with path.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         if VALUE not in (reader.fieldnames or ()):
-            raise ValueError(f"{path} has no column {VALUE!r}")
+            raise ValueError(f"{path} has no column {VALUE!r}; it has {reader.fieldnames}")
         for row in reader:
             cell = (row[VALUE] or "").strip()
             where = f"{path}, line {reader.line_num}"

@@ -88,7 +88,7 @@ def _read(path: Path) -> TensorDataset:
         reader = csv.DictReader(lines)
         missing = {LABEL, *NUMBERS, *CATEGORIES}.difference(reader.fieldnames or ())
         if missing:
-            raise ValueError(f"{path} has no column {min(missing)!r}")
+            raise ValueError(f"{path} has no column {min(missing)!r}; it has {reader.fieldnames}")
         rows = [
             (_inputs(row, where), _label(row[LABEL], where))
             for row in reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.common.errors import LateUpdate, MissingData
+from headwater.common.errors import LateUpdate, MissingData, TaskError
 from headwater.server.refused_devices import MAX_LINES, RefusedDevices
 
 
@@ -59,3 +59,16 @@ def test_an_error_that_all_devices_share_is_raised_and_not_logged(
         refused.add(str(part), error)
     assert refused.take_error() is errors[0]
     assert not caplog.messages
+
+
+def test_of_a_traceback_the_line_has_the_last_place(caplog: pytest.LogCaptureFixture) -> None:
+    refused = RefusedDevices()
+    trace = '  File "task.py", line 48, in train_examples\n    return _read(data)'
+    last = '  File "task.py", line 9, in _read\n    raise ValueError(cell)'
+    refused.add("a", TaskError(f"line 5: 'abc' is not a number\n{trace}\n{last}"))
+    refused.log()
+    (line,) = caplog.messages
+    assert line == (
+        "device a is refused: TaskError: line 5: 'abc' is not a number "
+        '(File "task.py", line 9, in _read)'
+    )

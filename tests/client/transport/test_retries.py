@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from headwater.client.transport.retries import (
@@ -73,3 +75,20 @@ def test_a_device_that_trains_none_of_its_tasks_waits_longer_at_each_change() ->
     assert waits[-1] == MAX_BACKOFF_SECONDS
     assert changes.wait_seconds(has_trained=True) == 0.0
     assert changes.wait_seconds(has_trained=False) == 0.2
+
+
+def test_the_same_reason_is_news_once_a_minute_and_after_each_contact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    policy = RetryPolicy(["a:1", "b:2"], math.inf, has_tls=False)
+    refused, lost = (ConnectionBroken("refused", had_contact=had) for had in (False, True))
+    assert policy.is_news(refused, "ipv4:10.0.0.1:8500: refused")
+    assert not policy.is_news(refused, "ipv4:10.0.0.1:8501: refused")
+    assert policy.is_news(refused, "no route")
+    assert not policy.is_news(refused, "no route")
+    now += 60
+    assert policy.is_news(refused, "no route")
+    assert policy.is_news(lost, "no route")
+    assert policy.is_news(lost, "no route")
