@@ -60,6 +60,20 @@ def doctor(context: typer.Context, config: Config = None) -> None:
 
 
 @app.command(cls=SettingsCommand)
+def tasks(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    config: Config = None,
+) -> None:
+    """List the tasks that servers have handed to this device.
+
+    Each has a name, a version, a digest, a signer, and the day since when it is here. The files are
+    in the folder `tasks` of the device's state folder, each in a folder that its digest names.
+    """
+    commands.show_tasks(read_settings(context, config), as_json=as_json)
+
+
+@app.command(cls=SettingsCommand)
 def identity(context: typer.Context, config: Config = None) -> None:
     """Print this device's line for the allow-lists; make its identity first if it has none.
 
@@ -196,8 +210,16 @@ def join(
         Path,
         typer.Option("--folder", metavar="DIR", help="Where to keep the key and certificate."),
     ] = DEVICE_FOLDER,
+    trust: Annotated[
+        str | None,
+        typer.Option(
+            "--trust",
+            metavar="KEY",
+            help="The operator's key: the device takes from its server what it signs, and runs it.",
+        ),
+    ] = None,
 ) -> None:
-    """Make this device's key, and get its certificate for a one-time join token.
+    """Make this device's key, and get its certificate for a join token.
 
     `headwater-server enroll NAME` prints the token. Without --token-file this asks for it. The key
     never leaves the device. The device trusts only the authority that the token names. The token
@@ -207,7 +229,7 @@ def join(
     from headwater.common.system.console import start_log
 
     start_log(verbose=False)
-    commands.join_with(token_file, folder, has_argument=bool(context.args))
+    commands.join_with(token_file, folder, trust=trust, has_argument=bool(context.args))
 
 
 def main() -> None:

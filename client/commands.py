@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from headwater.common.settings.schema import Settings
 
 
-def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> None:
+def join_with(
+    token_file: Path | None, folder: Path, *, trust: str | None, has_argument: bool
+) -> None:
     """Join with a file's token (None: of the standard input), and print how to start the client.
+
+    ``trust`` is the key of the signer whose tasks the device takes from its server.
 
     Raises:
         TokenInArguments: the token, or anything else, was an argument.
@@ -35,13 +39,15 @@ def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> N
     """
     from headwater.client.enrolment.join import CLOCK_SECONDS, SETTINGS_FILE, join
     from headwater.common.errors import TokenInArguments
+    from headwater.common.settings.machines import check_signers
     from headwater.common.system.console import console, stderr
     from headwater.common.transport.join_token import JoinToken
 
     if has_argument:
         raise TokenInArguments("join takes no argument: a join token there can be read by others")
+    check_signers(trust)
     token = JoinToken.parse(_token_text(token_file))
-    joined = join(token, folder)
+    joined = join(token, folder, trust=trust)
     how = "has joined" if joined.is_new else "is already enrolled, with this token"
     console.print(
         f"{joined.name} {how}: its certificate ends on {joined.expires_at:%Y-%m-%d}, and is "
@@ -57,8 +63,11 @@ def join_with(token_file: Path | None, folder: Path, *, has_argument: bool) -> N
     config = folder / SETTINGS_FILE
     program = "headwater-client" if shutil.which("headwater-client") else sys.argv[0]
     command = shlex.join([program, "--config", str(config)])
-    console.print("Start it with this, once the task and the data are in that file", soft_wrap=True)
-    where = '(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client]):'
+    what = "the task and the data are" if trust is None else "the data are"
+    console.print(f"Start it with this, once {what} in that file", soft_wrap=True)
+    where = '(data = "FOLDER" below [client]; the task comes from the server):'
+    if trust is None:
+        where = '(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client]):'
     console.print(where, soft_wrap=True, markup=False)
     console.print(f"  {command}", soft_wrap=True, markup=False)
 
@@ -84,6 +93,17 @@ def _token_text(file: Path | None) -> str:
             f"--token-file {file}: {error.strerror}",
             remedy="save the token that `headwater-server enroll NAME` printed to this file",
         ) from error
+
+
+def show_tasks(settings: Settings, *, as_json: bool) -> None:
+    """List the task bundles that this device has taken.
+
+    Raises:
+        StateError: the list cannot be read.
+    """
+    from headwater.client.task_bundles.kept_tasks import show
+
+    show(settings.client, as_json=as_json)
 
 
 def show_identity(settings: Settings) -> None:
@@ -260,10 +280,32 @@ def take_part(settings: Settings) -> None:
     _check_room_for_torch(settings)
     from headwater.client.transport.connection import stay_connected
 
+    if settings.has_task_bundle:
+        from headwater.common.task_bundles.bundle import with_opened_task
+
+        settings = with_opened_task(settings)
+    if settings.task is None and settings.client.trust is not None:
+        settings = _with_first_task(settings)
+
     def run(connection: Connection, seconds: float) -> None:
         asyncio.run(stay_connected(connection, stay=settings.client.stay, after_seconds=seconds))
 
     keep_part(settings, run)
+
+
+def _with_first_task(settings: Settings) -> Settings:
+    """Return the settings with the task that the server hands out, signed by whom they trust."""
+    from headwater.client.operations.installed_tasks import loaded_bundle, task_in
+    from headwater.client.transport.first_task import first_task
+    from headwater.common.system.console import console
+
+    console.print(f"asks {settings.client.server} for a task", soft_wrap=True)
+    title, spec = task_in(first_task(settings), settings)
+    settings = settings.model_copy(update={"task": spec})
+    digest = loaded_bundle(settings)
+    text = f"task {title}, {digest[:16]}, signed by a trusted signer: {spec}"
+    console.print(text, soft_wrap=True, markup=False)
+    return settings
 
 
 def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> None:
@@ -291,7 +333,7 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     changes, seconds = TaskChanges(), 0.0
     with ExitStack() as beside_threads:
         while chosen is not None:
-            offered: str | None = None
+            offered: OtherTaskOffered | None = None
             try:
                 with connection_of(chosen) as connection:
                     chosen = None
@@ -302,7 +344,7 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
                     end = "stopped before connecting" if is_early else "done"
                     console.print(f"{connection.name}: {end}", soft_wrap=True)
             except OtherTaskOffered as error:
-                offered = error.name
+                offered = OtherTaskOffered(error.name, error.spec)  # without frames
             except KeyboardInterrupt:
                 if connection is not None and connection.has_connected:
                     raise KeyboardInterrupt("stopped") from None
@@ -310,8 +352,8 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
             if offered is not None:
                 assert connection is not None  # the offer came over it
                 seconds = changes.wait_seconds(has_trained=connection.has_trained)
-                chosen, connection = with_task(settings, offered), None
-                console.print(f"goes on with the task {offered}", soft_wrap=True)
+                chosen, connection = with_task(settings, offered.name, offered.spec), None
+                console.print(f"goes on with the task {offered.name}", soft_wrap=True)
                 _forget_trainer()  # not while an exception holds the frames that hold the model
 
 

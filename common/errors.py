@@ -351,6 +351,9 @@ class TaskNotInstalled(DeviceRefused):
         "copy the task's file to the device and name it in [client.tasks] of client.toml; until "
         "then the device takes part in the runs of its other tasks"
     )
+class TaskBundleRefused(TaskNotInstalled):
+    """The server's task is one that this device's owner does not take, or is damaged."""
+    remedy = "ask the operator to publish the task again"
 class AggregatorRefused(DeviceRefused):
     """The server's run cannot count the sums of aggregators, or does not trust this one."""
     remedy = (

@@ -33,6 +33,9 @@ METHODS = ("new_model", "train_examples", "loss_sum")
 FORMS = "path/to/my_task.py:MyTask or package.module:MyTask"
 MAX_NAMES = 8
 MAX_NAME = 100
+BUNDLE = ".bundle"
+"""The signed bundle itself, in the folder that its files were unpacked to."""
+MAX_DEPTH = 8
 
 
 def find_task(spec: str) -> Any:
@@ -102,6 +105,14 @@ def source_file(spec: str) -> Path | None:
     return None if module is None or not module.file.is_file() else module.file
 
 
+def bundle_folder(spec: str) -> Path | None:
+    """Return the folder of the bundle that a task's file is of; None if it is in none."""
+    file = source_file(spec)
+    if file is None:
+        return None
+    return next((one for one in [*file.parents][:MAX_DEPTH] if (one / BUNDLE).is_file()), None)
+
+
 def is_below(spec: str, folder: Path) -> bool:
     """Return whether a spec names a module, or a file below a folder (links are followed)."""
     place, _ = split_spec(spec)
@@ -134,12 +145,18 @@ def code_of(kind: type[Any]) -> str:
 
 
 def code_at(spec: str) -> str:
-    """Return the code of the task that a spec names: of its class, and of the file of an object.
+    """Return the code of the task that a spec names.
+
+    It is that of its class, or of the file of an object; or of all files of its bundle.
 
     Raises:
         UnknownTask: see ``find_task``.
     """
     found = find_task(spec)
+    if (bundle := bundle_folder(spec)) is not None:
+        title = name_of(spec)
+        signed = hashlib.sha256(title.encode() + (bundle / BUNDLE).read_bytes())
+        return f"{title[:MAX_NAME]} {signed.hexdigest()}"
     if isinstance(found, type):
         return code_of(found)
     place, name = split_spec(spec)

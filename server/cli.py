@@ -98,6 +98,10 @@ def serve(
     from headwater.common.settings.sources import default_out
     from headwater.server.run_sequence import serve_runs
 
+    if settings.has_task_bundle:
+        from headwater.common.task_bundles.bundle import with_opened_task
+
+        settings = with_opened_task(settings)
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})
     serve_runs(settings, credentials, resume=resume, shared=shared)
 
@@ -127,7 +131,7 @@ def statistics(
     log_format: LogFormat = None,
     verbose: Verbose = False,
 ) -> None:
-    r"""Measure the devices' examples and print means, histograms and counts; train nothing.
+    r"""Measure the devices' examples, and print a table; train nothing.
 
     The task says what is measured (docs/task.md). It is one round, with the flags of the server:
     with --secure-aggregation the server sees the sums over all devices alone. The result is in
@@ -160,7 +164,7 @@ def init(
         ),
     ] = None,
 ) -> None:
-    """Make an authority, the server's certificate, the registry of devices, and a settings file.
+    """Make an authority, certificates, a registry and a settings file.
 
     Existing files are kept, except for a server certificate that lacks a host or is in the last
     third of its life: it is renewed. Keep `ca-key.pem` secret: it can sign certificates for any
@@ -170,6 +174,91 @@ def init(
     from headwater.server.enrolment.commands import make_folder
 
     make_folder(folder, hosts=host or [], certificates_last=certificates_last)
+
+
+SignerKey = Annotated[
+    Path, typer.Option("--key", metavar="FILE", help="The signer's key, from `signer`.")
+]
+
+
+@app.command(cls=PlainCommand)
+def signer(
+    key: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key is kept.")],
+) -> None:
+    """Make the key with which you sign tasks, or print its public part.
+
+    Devices take tasks that are signed with it if their owners start them with `--trust` and what
+    this prints. Keep the file on your own machine, and off the server: who has it runs code on
+    those devices.
+    """
+    from headwater.common.system.console import stderr
+    from headwater.server.task_bundles.publish import public_key, signer_key
+
+    found, is_new = signer_key(key)
+    if is_new:
+        stderr.print(f"made {key}: keep it secret, and off the server", soft_wrap=True)
+    typer.echo(public_key(found))
+
+
+@app.command(cls=PlainCommand)
+def publish(
+    task: Annotated[str, typer.Argument(metavar="FILE.py:CLASS", help="The task.")],
+    key: SignerKey,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="All files below it go along. [default: the task's file]",
+        ),
+    ] = None,
+    requires: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--requires",
+            metavar="PACKAGE",
+            help="What must be installed on a device, as in 'pandas>=2'. May be repeated.",
+        ),
+    ] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(
+            "--version", metavar="N", min=1, help="[default: one more than the last beside it]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Where to write it. [default: beside the task]"),
+    ] = None,
+) -> None:
+    """Sign a task, for the server to hand to devices that trust you.
+
+    Start the server with the file as its --task. Devices that were started with --trust and the
+    signer's key fetch it, keep it, and go on with it; a device that has another version changes to
+    this one before its next round. Code alone: data and weights reach a device by other ways.
+
+    Try it: headwater-server signer my.key;
+    headwater-server publish my_task.py:MyTask --key my.key
+    """
+    from headwater.common.system.console import console
+    from headwater.common.wording import counted
+    from headwater.server.task_bundles.publish import publish as write
+    from headwater.server.task_bundles.publish import signer_key
+
+    found, is_new = signer_key(key)
+    bundle, path = write(
+        task, key=found, folder=folder, requires=requires or (), version=version, out=out
+    )
+    number = counted(len(bundle.content.files), "file")
+    console.print(
+        f"{path}: {bundle.title}, {number}, {len(bundle.data):,} bytes",
+        soft_wrap=True,
+        markup=False,
+    )
+    console.print(f"digest {bundle.digest}", soft_wrap=True, markup=False)
+    if is_new:
+        console.print(f"made {key}: keep it secret, and off the server", soft_wrap=True)
+    console.print(f"devices take it with --trust {bundle.signer}", soft_wrap=True, markup=False)
 
 
 @app.command(cls=PlainCommand)

@@ -19,7 +19,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
-from headwater.common.task_spec import name_of
+from headwater.common.task_spec import bundle_folder, name_of
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.server.app import load_run, server_app, server_context
 from headwater.server.features import run_queue
@@ -30,6 +30,7 @@ from headwater.server.operations.run_lock import SERVER
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.observer import Observer, Observers
 from headwater.server.rounds.round_loop import NO_OBSERVER, OnRound
+from headwater.server.transport.admission import OfferedTask
 from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
@@ -96,6 +97,7 @@ def serve_run(
         run_id=run_id,
         term=0 if shared is None else shared.term,
         task="" if settings.task is None else name_of(settings.task),
+        offered=None if settings.task is None else _offered(settings.task),
         credentials=credentials,
         staging_bytes=settings.server.staging_bytes,
         reconnect_seconds=settings.cohort.reconnect_seconds,
@@ -297,3 +299,15 @@ def _metrics(address: str, servicer: Servicer, control: RunControl | None) -> It
         yield metrics
     finally:
         port.close()
+
+
+def _offered(task: str) -> OfferedTask | None:
+    """Return the signed bundle of the run's task; None if it is in none."""
+    if bundle_folder(task) is None:
+        return None
+    from headwater.common.task_bundles.bundle import bundle_of  # few tasks are published
+
+    found = bundle_of(task)
+    if found is None:
+        return None
+    return OfferedTask(name=found.content.name, digest=found.digest, data=found.data)

@@ -68,6 +68,10 @@ def simulate(
     """
     if context.invoked_subcommand is None:
         settings = read_settings(context, config, resume=resume, verbose=verbose)
+        if settings.has_task_bundle:
+            from headwater.common.task_bundles.bundle import with_opened_task
+
+            settings = with_opened_task(settings)
         _simulate(settings, resume=resume, is_only_shown=show_partition)
 
 

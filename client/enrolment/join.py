@@ -80,9 +80,15 @@ class JoinResult:
 
 
 def join(
-    token: JoinToken, folder: Path, *, wait: Callable[[float], object] = time.sleep
+    token: JoinToken,
+    folder: Path,
+    *,
+    trust: str | None = None,
+    wait: Callable[[float], object] = time.sleep,
 ) -> JoinResult:
     """Get a certificate for a token; write it to ``folder`` with the settings to start a client.
+
+    ``trust`` is the key of the signer whose tasks the device takes from its server.
 
     The port lets few connections of one address in at a time, as of many devices behind one router:
     a request that it turns away is sent again, after a wait, for ``PATIENCE_SECONDS``.
@@ -115,7 +121,7 @@ def join(
     certificate = _read_certificate(answer, token.name, key, ca)
     host, _ = split_address(token.address)
     server = f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
-    files = _write_files(folder, ca, certificate, key, token, server=server)
+    files = _write_files(folder, ca, certificate, key, token, server=server, trust=trust)
     return JoinResult(
         name=token.name,
         folder=folder,
@@ -249,10 +255,15 @@ def _write_files(
     token: JoinToken,
     *,
     server: str,
+    trust: str | None,
 ) -> tuple[Path, ...]:
     ca_path, own, settings = (folder / file for file in (CA_FILE, OWN_FILE, SETTINGS_FILE))
     changes: dict[str, dict[str, Any]] = {
-        "client": {"server": server, "name": token.name},
+        "client": {
+            "server": server,
+            "name": token.name,
+            **({} if trust is None else {"trust": trust}),
+        },
         "tls": {
             "ca": str(ca_path.resolve()),
             "certificate": str(own.resolve()),

@@ -27,7 +27,7 @@ from headwater.client.flower.state_file import NOT_ASKED, OFFLINE, STATE, StateF
 from headwater.client.node_features import NodeAnswer, node_features
 from headwater.client.operations.activity import Activity
 from headwater.client.operations.counters import Counters
-from headwater.client.operations.installed_tasks import installed_tasks, own_task
+from headwater.client.operations.installed_tasks import installed_tasks, loaded_bundle, own_task
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import (
@@ -67,6 +67,8 @@ class Node:
         self._app, self.settings = app, settings
         self.task, self.tasks = own_task(settings), installed_tasks(settings)
         """The name of the loaded task, and of all that are installed, if the owner lists them."""
+        self.bundle = loaded_bundle(settings)
+        """The digest of the loaded task's bundle, "none", or "" if the owner trusts no signer."""
         self._run_config = settings.to_run_config()
         self._node_config: dict[str, str | int | float | bool] = {
             "name": identity.name,

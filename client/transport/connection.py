@@ -35,7 +35,7 @@ from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.transport.last_events import last_events
 from headwater.common.transport.limits import PROTOCOL_VERSION, STREAM_METHOD, channel_options
 from headwater.common.transport.proxy import proxy_options
-from headwater.common.transport.tls import split_address
+from headwater.common.transport.tls import Credentials, split_address
 from headwater.common.transport.wire_pb2 import ClientFrame, Hello
 from headwater.common.wording import duration_text
 
@@ -264,27 +264,15 @@ class Connection:
             image_id=self._exchange.image_id,
             task=self._node.task,
             tasks=self._node.tasks,
+            bundle=self._node.bundle,
         )
 
     def _channel(self) -> Any:
-        host, _ = split_address(self._address)
-        options = [
-            *channel_options(has_standby=len(self._addresses) > 1),
-            *proxy_options(host),
-        ]
+        has_standby = len(self._addresses) > 1
         if self._certificate is None:
-            return grpc.aio.insecure_channel(self._address, options=options)
+            return channel_to(self._address, None, has_standby=has_standby)
         self._certificate.check()
-        credentials = self._certificate.credentials
-        return grpc.aio.secure_channel(
-            self._address,
-            grpc.ssl_channel_credentials(
-                root_certificates=credentials.ca,
-                private_key=credentials.key,
-                certificate_chain=credentials.certificate,
-            ),
-            options=options,
-        )
+        return channel_to(self._address, self._certificate.credentials, has_standby=has_standby)
 
     async def _write(self, frame: ClientFrame) -> None:
         """Write a frame of the exchange to the current stream, if there is one."""
@@ -299,6 +287,23 @@ class Connection:
 def _time_in(seconds: float) -> str:
     """Return the time of day after so many seconds, as 14:05:32."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+def channel_to(address: str, credentials: Credentials | None, *, has_standby: bool) -> Any:
+    """Return a channel to a server, through the proxy that leads to it, if there is one."""
+    host, _ = split_address(address)
+    options = [*channel_options(has_standby=has_standby), *proxy_options(host)]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(
+        address,
+        grpc.ssl_channel_credentials(
+            root_certificates=credentials.ca,
+            private_key=credentials.key,
+            certificate_chain=credentials.certificate,
+        ),
+        options=options,
+    )
 
 
 async def stay_connected(

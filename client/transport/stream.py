@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.operations.activity import WAITING
+from headwater.client.operations.installed_tasks import task_in
 from headwater.client.transport.certificate import DeviceCertificate, renew_when_due
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.leaving import LeavePolicy, leave_frame
@@ -39,6 +40,7 @@ from headwater.common.transport.wire_pb2 import (
     Hello,
     Leave,
     Notice,
+    OtherTask,
     ServerFrame,
     Welcome,
 )
@@ -54,11 +56,14 @@ Call = Any  # grpc.aio.StreamStreamCall, which ships without types
 
 
 class OtherTaskOffered(Exception):
-    """The server's run has another task that is installed here: the device is to load it."""
+    """The server's run has another task that is installed here: the device is to load it.
 
-    def __init__(self, name: str) -> None:
+    ``spec`` is its place, if the server has just handed it out.
+    """
+
+    def __init__(self, name: str, spec: str | None = None) -> None:
         super().__init__(name)
-        self.name = name
+        self.name, self.spec = name, spec
 
 
 @dataclass(kw_only=True)
@@ -126,7 +131,7 @@ class ClientStream:
         if frame.WhichOneof("kind") == "fault":
             raise self._refusal(frame.fault)
         if frame.WhichOneof("kind") == "other_task":
-            raise self._other_task(frame.other_task.name)
+            raise self._other_task(frame.other_task)
         if frame.WhichOneof("kind") != "welcome":
             raise ProtocolMismatch("the server did not answer hello with welcome")
         welcome = frame.welcome
@@ -143,8 +148,15 @@ class ClientStream:
             )
         return welcome
 
-    def _other_task(self, name: str) -> Exception:
-        """Return what ends the stream for another task: a change to it, or the refusal of it."""
+    def _other_task(self, offered: OtherTask) -> Exception:
+        """Return what ends the stream for another task: a change to it, or the refusal of it.
+
+        Raises:
+            TaskBundleRefused, StateError: see ``task_in``.
+        """
+        name = offered.name
+        if offered.bundle and self.node.bundle:
+            return OtherTaskOffered(*task_in(offered.bundle, self.node.settings))
         if name in self.node.tasks and name != self.node.task:
             return OtherTaskOffered(name)
         has = ", ".join(self.node.tasks) or self.node.task

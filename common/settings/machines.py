@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from headwater.common.bundled_examples import expanded
+from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import (
     DEVICE,
     OWNER,
@@ -25,12 +27,30 @@ from headwater.common.settings.fields import (
     Name,
     Pairs,
     Part,
+    Patterns,
     Seconds,
     Unit,
     WaitSeconds,
     pairs_of,
     setting,
 )
+
+
+def check_signers(joined: str | None) -> None:
+    """Check that signers' keys, joined by commas, are keys.
+
+    Raises:
+        SettingsError: one is none.
+    """
+    for one in [] if joined is None else joined.split(","):
+        if not re.fullmatch(r"hw[A-Za-z0-9_-]{43}", one):
+            raise SettingsError(
+                f"{one[:80]!r} is no signer's key",
+                remedy="copy what `headwater-server signer FILE` prints, hw and 43 letters",
+            )
+
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$"), Unit("DIGEST")]
 
 
 class TlsSettings(Branch):
@@ -139,10 +159,19 @@ class ClientSettings(Branch):
         "the file or folder of examples for such a task, as Texts=PATH; not set: --data",
         "--also-data",
     )
+    trust: Patterns | None = setting(
+        None,
+        "the key of a signer, from `headwater-server signer`, whose tasks this device takes from "
+        "its server and runs (docs/operation.md)",
+        on=f"{DEVICE} tasks",
+    )
+    pin_task: Digest | None = setting(
+        None, "take the task of this digest alone; its first 16 digits are enough"
+    )
     state: Folder | None = setting(
         None,
         "folder for the device's position in its examples; not set: ~/.local/state/headwater",
-        on=f"{DEVICE} {OWNER}",
+        on=f"{DEVICE} {OWNER} tasks",
     )
     memory_limit_bytes: Bytes | None = setting(
         None,
@@ -199,6 +228,15 @@ class ClientSettings(Branch):
         600.0, "give up after so long without contact", "--patience"
     )
 
+    @field_validator("trust")
+    @classmethod
+    def _check_trust(cls, given: str | None) -> str | None:
+        try:
+            check_signers(given)
+        except SettingsError as error:
+            raise ValueError(error.message) from error
+        return given
+
     @field_validator("task_data")
     @classmethod
     def _check_task_data(cls, given: str | None, info: ValidationInfo) -> str | None:
@@ -206,6 +244,11 @@ class ClientSettings(Branch):
         if missing:
             raise ValueError(f"{min(missing)} is none of the tasks: name it with --also-task")
         return given
+
+    @property
+    def trusted_signers(self) -> tuple[str, ...]:
+        """The keys of those whose tasks the device takes from a server."""
+        return () if self.trust is None else tuple(self.trust.split(","))
 
     @property
     def state_folder(self) -> Path:

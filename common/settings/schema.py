@@ -224,6 +224,11 @@ class Settings(Branch):
         return self.optimizer.with_local_steps(self.local)
 
     @property
+    def has_task_bundle(self) -> bool:
+        """Whether the task is in a signed file, as ``headwater-server publish`` writes it."""
+        return self.task is not None and self.task.endswith(".task")
+
+    @property
     def num_rounds(self) -> int | None:
         """The rounds of the run; None for ``forever``."""
         return None if self.rounds == "forever" else self.rounds

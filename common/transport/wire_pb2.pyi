@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id", "task", "tasks")
+    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id", "task", "tasks", "bundle")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class Hello(_message.Message):
     IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     layout_digest: str
@@ -22,7 +23,8 @@ class Hello(_message.Message):
     image_id: str
     task: str
     tasks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ..., task: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ...) -> None: ...
+    bundle: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ..., task: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., bundle: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("message_id", "head_json", "num_bytes", "sha256")
@@ -169,10 +171,12 @@ class Goodbye(_message.Message):
     def __init__(self) -> None: ...
 
 class OtherTask(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "bundle")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    bundle: bytes
+    def __init__(self, name: _Optional[str] = ..., bundle: _Optional[bytes] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("is_paused", "is_watched")

@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 import time
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from headwater.common.errors import (
@@ -38,11 +39,33 @@ MAX_TASKS = 50  # of a device, in a message
 
 
 class OtherTaskNeeded(Exception):
-    """The device is to load another of its tasks, and to connect again; it is no refusal."""
+    """The device is to load another of its tasks, and to connect again; it is no refusal.
 
-    def __init__(self, name: str) -> None:
+    ``bundle`` is that task, if the device takes it from here.
+    """
+
+    def __init__(self, name: str, bundle: bytes = b"") -> None:
         super().__init__(name)
-        self.name = name
+        self.name, self.bundle = name, bundle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferedTask:
+    """The run's task in a signed bundle, for devices whose owners trust its signer."""
+
+    name: str
+    digest: str
+    data: bytes = field(repr=False)
+
+
+def check_bundle(offered: OfferedTask | None, hello: Hello) -> None:
+    """Check that a device that takes tasks from its server has this one loaded.
+
+    Raises:
+        OtherTaskNeeded: it has another one, or none.
+    """
+    if offered is not None and hello.bundle not in ("", offered.digest):
+        raise OtherTaskNeeded(offered.name, offered.data)
 
 
 def check_task(task: str, hello: Hello) -> None:
@@ -77,6 +100,7 @@ class Admission:
         term: int,
         has_tls: bool,
         task: str = "",
+        offered: OfferedTask | None = None,
     ) -> None:
         """``task`` is the name of the run's task; "" accepts devices with any."""
         self.is_paused = False
@@ -88,7 +112,7 @@ class Admission:
         self.layout = ""
         """The layout's rows (``common.model.mismatch``), which the refusal shows to the device."""
         self._connections = connections
-        self._run_id, self._task = run_id, task
+        self._run_id, self._task, self._offered = run_id, task, offered
         self.term = term
         self._has_tls = has_tls
         self._refused_sessions: dict[int, tuple[bytes, HeadwaterError]] = {}
@@ -189,6 +213,7 @@ class Admission:
         token, error = self._refused_sessions.get(node_id_of(hello.name), (b"", None))
         if error is not None and hmac.compare_digest(token, hello.session):
             raise error
+        check_bundle(self._offered, hello)
         check_task(self._task, hello)
         if self.layout_digest is not None and hello.layout_digest != self.layout_digest:
             raise ModelMismatch(

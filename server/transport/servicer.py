@@ -26,7 +26,7 @@ from headwater.common.transport.last_events import last_events
 from headwater.common.transport.limits import STREAM_METHOD
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Goodbye, ServerFrame
-from headwater.server.transport.admission import Admission
+from headwater.server.transport.admission import Admission, OfferedTask
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.device_records import DeviceRecords, Stages
 from headwater.server.transport.downloads import Downloads
@@ -59,6 +59,7 @@ class Servicer:
         run_id: int,
         term: int = 0,
         task: str = "",
+        offered: OfferedTask | None = None,
         credentials: Credentials | None,
         staging_bytes: int,
         reconnect_seconds: float,
@@ -91,6 +92,7 @@ class Servicer:
             term=term,
             has_tls=credentials is not None,
             task=task,
+            offered=offered,
         )
         self._streams = Streams(self._connections, self._admission)
         self._watchdog = Watchdog(

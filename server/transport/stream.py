@@ -82,7 +82,7 @@ class Streams:
                 raise asyncio.CancelledError from error
             await self._refuse(stream, error)
         except OtherTaskNeeded as needed:
-            await self._send_away(stream, needed.name)
+            await self._send_away(stream, OtherTask(name=needed.name, bundle=needed.bundle))
         except asyncio.CancelledError:
             if stream not in self._connections.closing:
                 raise
@@ -114,10 +114,10 @@ class Streams:
             async with asyncio.timeout(FAULT_SECONDS):
                 await self._connections.downloads.write(stream, fault_frame(error))
 
-    async def _send_away(self, stream: Stream, task: str) -> None:
-        """Send a device away to load another of its tasks."""
+    async def _send_away(self, stream: Stream, task: OtherTask) -> None:
+        """Send a device away to load another task."""
         self._admission.note_unanswered(stream)
-        frame = ServerFrame(other_task=OtherTask(name=task))
+        frame = ServerFrame(other_task=task)
         with contextlib.suppress(TimeoutError, *BROKEN):
             async with asyncio.timeout(FAULT_SECONDS):
                 await self._connections.downloads.write(stream, frame)

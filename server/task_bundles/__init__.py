@@ -1,0 +1,1 @@
+"""Publishes a task as a bundle, which the server hands to devices that trust its signer."""

@@ -1,0 +1,172 @@
+"""``headwater-server signer`` and ``publish``: the operator's key, and tasks that it signs."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from pydantic import ValidationError
+
+from headwater.common.errors import SettingsError, TaskBundleRefused
+from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
+from headwater.common.task_bundles.bundle import (
+    MAX_FILES,
+    SUFFIX,
+    Content,
+    TaskBundle,
+    key_text,
+    read_bundle,
+    signed,
+)
+from headwater.common.task_bundles.requirements import check_requirements
+from headwater.common.task_spec import find_task, name_of, source_file
+from headwater.common.transport.trusted_file import read_trusted
+
+LEFT_OUT = ("__pycache__",)
+
+
+def signer_key(path: Path) -> tuple[Ed25519PrivateKey, bool]:
+    """Return the key in a file, made if there is none, and whether it is new.
+
+    Raises:
+        SettingsError: the file cannot be read or written, others may read it, or it has no such
+            key.
+    """
+    try:
+        if not path.exists():
+            key = Ed25519PrivateKey.generate()
+            pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, pem, mode=OWNER_ONLY)
+            return key, True
+        saved = load_pem_private_key(read_trusted(path, is_secret=True), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise SettingsError(
+            f"the signer's key {path}: {error}", remedy="name another file with --key"
+        ) from error
+    if not isinstance(saved, Ed25519PrivateKey):
+        raise SettingsError(
+            f"the signer's key {path} is no Ed25519 key",
+            remedy="make one with `headwater-server signer FILE`",
+        )
+    return saved, False
+
+
+def publish(
+    spec: str,
+    *,
+    key: Ed25519PrivateKey,
+    folder: Path | None = None,
+    requires: Sequence[str] = (),
+    version: int | None = None,
+    out: Path | None = None,
+) -> tuple[TaskBundle, Path]:
+    """Write a task's bundle, and return it with its file.
+
+    With ``folder`` all files below it are in the bundle, which must have the task's file; else that
+    file alone. Without a ``version`` it is one more than the last that lies beside it.
+
+    Raises:
+        UnknownTask: the task cannot be loaded here.
+        SettingsError: a file cannot be read, has a private key, or is outside of ``folder``.
+        TaskBundleRefused: too large, or a requirement is missing or names no package.
+    """
+    find_task(spec)
+    file, name = source_file(spec), name_of(spec)
+    if file is None:
+        raise SettingsError(
+            f"{spec} is a module, and a bundle has files",
+            remedy="name the task's file: publish my_task.py:MyTask",
+        )
+    root = file.resolve().parent if folder is None else folder.resolve()
+    paths = [file.resolve()] if folder is None else _files_of(root)
+    if file.resolve() not in paths:
+        raise SettingsError(
+            f"{file} is not in the folder {root}", remedy="name the folder that has it: --folder"
+        )
+    target = file.with_suffix("").parent if out is None else out
+    if out is None or out.is_dir():
+        number = _next_version(target, name) if version is None else version
+        target = target / f"{name}-{number}{SUFFIX}"
+    else:
+        number = 1 if version is None else version
+    try:
+        content = Content(
+            name=name,
+            file=file.resolve().relative_to(root).as_posix(),
+            version=number,
+            requires=tuple(requires),
+            files={
+                one.relative_to(root).as_posix(): base64.b64encode(one.read_bytes()).decode()
+                for one in paths
+            },
+        )
+        _check_no_secret(paths)
+        check_requirements(requires, title=name)
+        data = signed(content, key)
+        write_atomically(target, data)
+    except ValidationError as error:
+        raise TaskBundleRefused(error.errors()[0]["msg"]) from error
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: {error.strerror}") from error
+    return read_bundle(data), target
+
+
+def _files_of(root: Path) -> list[Path]:
+    """Return all files of a folder, without what begins with a dot and what Python compiles.
+
+    Raises:
+        SettingsError: there are too many, or one is a link.
+    """
+    found: list[Path] = []
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(one for one in names if one not in LEFT_OUT and not one.startswith("."))
+        found += [Path(folder, one) for one in sorted(files) if not one.startswith(".")]
+        found = [one for one in found if one.suffix not in (SUFFIX, ".pyc")]
+        if len(found) > MAX_FILES:
+            raise SettingsError(
+                f"{root} has more than {MAX_FILES} files", remedy="name a folder of code alone"
+            )
+    if links := [one for one in found if one.is_symlink()]:
+        raise SettingsError(
+            f"{links[0]} is a link, and a bundle has files", remedy="copy what it leads to"
+        )
+    return found
+
+
+def _check_no_secret(paths: Sequence[Path]) -> None:
+    """Check that no file is a private key: who has the bundle would have it too.
+
+    Raises:
+        SettingsError: one is.
+    """
+    for path in paths:
+        if b"PRIVATE KEY-----" in path.read_bytes():
+            raise SettingsError(
+                f"{path} has a private key, and all devices would get it",
+                remedy="keep keys out of the folder that is published",
+            )
+
+
+def _next_version(folder: Path, name: str) -> int:
+    versions = [0]
+    for path in folder.glob(f"{name}-*{SUFFIX}"):
+        try:
+            versions.append(read_bundle(path.read_bytes()).content.version)
+        except (TaskBundleRefused, OSError):
+            continue
+    return max(versions) + 1
+
+
+def public_key(key: Ed25519PrivateKey) -> str:
+    """Return what owners put into ``--trust``."""
+    return key_text(key.public_key())
