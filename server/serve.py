@@ -132,7 +132,9 @@ def serve_run(
             from headwater.server.enrolment.enrolment_port import enrolment_port
 
             stack.enter_context(enrolment_port(settings, stream_port=servicer.port))
-        own_observer = stack.enter_context(_observer(settings, servicer, control, page))
+        own_observer = stack.enter_context(
+            _observer(settings, servicer, control, page, credentials)
+        )
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
             control.start({**info, "working_folder": str(Path.cwd())})
@@ -263,15 +265,47 @@ def _observer(
     servicer: Servicer,
     control: RunControl | None,
     page: RunView | None,
+    credentials: Credentials | None,
 ) -> Iterator[Observer]:
-    """Serve metrics if they are enabled; yield the observer of the rounds."""
+    """Serve metrics and send alerts if they are enabled; yield the observer of the rounds."""
     observers: list[Observer] = [each for each in (control, page) if each is not None]
     with ExitStack() as stack:
         if settings.server.metrics is not None:
             observers.append(
                 stack.enter_context(_metrics(settings.server.metrics, servicer, control))
             )
+        if settings.alerts.notify is not None:
+            observers.append(stack.enter_context(_alerts(settings, servicer, control, credentials)))
         yield Observers(*observers)
+
+
+@contextmanager
+def _alerts(
+    settings: Settings,
+    servicer: Servicer,
+    control: RunControl | None,
+    credentials: Credentials | None,
+) -> Iterator[Observer]:
+    """Tell the operator of trouble, and of the end of the run."""
+    from headwater.server.alerts.watch import Alerts
+
+    ends = {} if credentials is None else {"the server": credentials.leaf.not_valid_after_utc}
+    alerts = Alerts(
+        settings,
+        servicer.device_records,
+        certificates={name: end.timestamp() for name, end in ends.items()},
+        is_paused=lambda: control is not None and control.is_paused,
+        note=lambda text: None if control is None else control.note("alert", text),
+    )
+    reason = "stopped"
+    try:
+        yield alerts
+        reason = "drained" if control is not None and control.is_draining else "done"
+    except HeadwaterError as error:
+        reason = f"{error.code}: {error}"
+        raise
+    finally:
+        alerts.stop(reason)
 
 
 @contextmanager

@@ -112,6 +112,27 @@ class ServerSettings(Branch):
     )
 
 
+class AlertSettings(Branch):
+    """What the operator is told of by itself (docs/operation.md)."""
+
+    notify: Annotated[str, Unit("URL|COMMAND")] | None = setting(
+        None,
+        "tell of trouble: post it to this URL as JSON, or start this command with it on its "
+        "standard input; $NAME: what that environment variable says",
+    )
+    silent_seconds: Seconds = setting(1800.0, "no round for so long", on="")
+    lost_seconds: Seconds = setting(86_400.0, "a device is away for so long", on="")
+    certificate_seconds: Seconds = setting(1_209_600.0, "a certificate ends within", on="")
+    free_bytes: Bytes = setting(10**9, "the disk of the run's folder has less than", on="")
+    budget_share: Fraction = setting(0.9, "the share of the epsilon that is spent", on="")
+    loss_factor: float = setting(
+        1.5, "the loss of the latest rounds is so many times the lowest", on="", ge=1, le=1e6
+    )
+    largest_share: Fraction = setting(
+        0.5, "one device's share of the weight of the latest rounds", on=""
+    )
+
+
 class StandbySettings(Branch):
     """A second server that continues the run if the first one fails (docs/operation.md)."""
 

@@ -44,6 +44,7 @@ from headwater.common.settings.fields import (
     setting,
 )
 from headwater.common.settings.machines import (
+    AlertSettings,
     ClientSettings,
     ServerSettings,
     StandbySettings,
@@ -76,6 +77,7 @@ __all__ = [
     "PANELS",
     "SETTINGS_FILE",
     "AggregationSettings",
+    "AlertSettings",
     "AlgorithmSettings",
     "AsynchronousSettings",
     "ClientSettings",
@@ -190,6 +192,7 @@ class Settings(Branch):
     versions: VersionSettings = branch(VersionSettings, RUN, on=RUNS)
     tls: TlsSettings = branch(TlsSettings, TLS, on=f"server {DEVICE}")
     server: ServerSettings = branch(ServerSettings, SERVER, on="server")
+    alerts: AlertSettings = branch(AlertSettings, SERVER, on="server")
     standby: StandbySettings = branch(StandbySettings, SERVER, on="server")
     client: ClientSettings = branch(ClientSettings, DEVICE_PANEL, on=DEVICE)
     partition: PartitionSettings = branch(PartitionSettings, TASK, on=f"simulate {DEVICE} {OWNER}")

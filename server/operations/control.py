@@ -147,6 +147,10 @@ class RunControl(Observer):
             self._thread.join()
         self._lock.release()
 
+    def note(self, kind: str, detail: str) -> None:
+        """Write an event into the history."""
+        self._history.add_event(kind, detail)
+
     # Called from the rounds' thread.
 
     def may_begin(self) -> bool:

@@ -28,6 +28,7 @@ SCRIPT = DEPLOY / "install-client.sh"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 BOARD = json.loads((DEPLOY / "grafana" / "headwater.json").read_text())
+RULES = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
 
 
 def refused(*arguments: str) -> str:
@@ -405,16 +406,18 @@ def test_grafana_s_board_asks_the_source_that_is_provisioned() -> None:
             assert re.search(r"\bheadwater_(server|client)_[a-z_]+", target["expr"]), panel["title"]
 
 
-def test_grafana_s_board_asks_for_metrics_that_are_shown() -> None:
+def test_the_board_and_the_rules_ask_for_metrics_that_are_shown() -> None:
     shown = {
         side: (ROOT / side / "operations" / "prometheus.py").read_text()
         for side in ("server", "client")
     }
+    targets = [target for panel in BOARD["panels"] for target in panel.get("targets", [])]
+    rules = [rule for group in RULES["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 4
     asked = {
         (side, re.sub("_(total|bucket|sum|count)$", "", name))
-        for panel in BOARD["panels"]
-        for target in panel.get("targets", [])
-        for side, name in re.findall(r"headwater_(server|client)_([a-z_]+)", target["expr"])
+        for one in [*targets, *rules]
+        for side, name in re.findall(r"headwater_(server|client)_([a-z_]+)", one["expr"])
     }
     assert len(asked) > 25
     for side, name in asked:

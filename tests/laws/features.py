@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "own_feature": ("common/own_feature/", "client/own_feature/", "server/own_feature/"),
     "evaluation": ("common/evaluation/", "client/evaluation/", "server/evaluation/"),
     "adaptation": ("client/adaptation/",),
+    "alerts": ("server/alerts/",),
     "task_bundles": ("client/task_bundles/", "server/task_bundles/"),
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }
