@@ -18,7 +18,7 @@ MIN_LOSSES = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunState:
+class WatchedRun:
     """What is known of a run; times are seconds since 1970."""
 
     now: float
@@ -39,7 +39,7 @@ class RunState:
     folder: str = ""
 
 
-def troubles(state: RunState, chosen: AlertSettings) -> dict[Trouble, str]:
+def troubles(state: WatchedRun, chosen: AlertSettings) -> dict[Trouble, str]:
     """Return what is wrong, in words, by its kind and subject."""
     found = [
         *_of_rounds(state, chosen),
@@ -50,7 +50,7 @@ def troubles(state: RunState, chosen: AlertSettings) -> dict[Trouble, str]:
     return {(kind, subject): text for kind, subject, text in found}
 
 
-def _of_rounds(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
+def _of_rounds(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
     silent = state.now - state.last_round_at
     if not state.is_paused and silent >= chosen.silent_seconds:
         yield "no-round", "", f"no round for {duration_text(silent)}, the last was {state.round}"
@@ -62,7 +62,7 @@ def _of_rounds(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, st
             yield "share", name, f"{name} is {share:.0%} of the weight of the latest rounds"
 
 
-def _of_loss(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
+def _of_loss(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
     known = [loss for loss in state.losses if not math.isnan(loss)]
     if any(math.isinf(loss) for loss in known[-1:]):
         yield "loss", "", f"the loss of round {state.round} is infinite"
@@ -76,7 +76,7 @@ def _of_loss(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, str,
         yield "loss", "", f"the loss rises: {latest:.4g} now, {lowest:.4g} at its lowest"
 
 
-def _of_devices(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
+def _of_devices(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
     for device in state.devices:
         if device.is_connected or device.last_seen is None or device.last_round is None:
             continue
@@ -85,7 +85,7 @@ def _of_devices(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, s
             yield "device-lost", device.name, f"{device.name} is away for {duration_text(away)}"
 
 
-def _of_machine(state: RunState, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
+def _of_machine(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
     for name, ends_at in state.certificates.items():
         left = ends_at - state.now
         if left <= 0:

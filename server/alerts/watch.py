@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from headwater.common.settings.schema import Settings
-from headwater.server.alerts.conditions import MIN_LOSSES, RunState, Trouble, troubles
+from headwater.server.alerts.conditions import MIN_LOSSES, WatchedRun, Trouble, troubles
 from headwater.server.alerts.sender import Alert, Sender
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow
@@ -93,7 +93,7 @@ class Alerts(Observer):
             self._tell(*trouble, self._known[trouble], is_over=True)
         self._known = found
 
-    def _state(self) -> RunState:
+    def _state(self) -> WatchedRun:
         folder = self._settings.out
         with self._lock:
             figures: dict[str, Any] = {
@@ -103,7 +103,7 @@ class Alerts(Observer):
                 "shares": _shares([*self._weights]),
                 "spent": self._spent,
             }
-        return RunState(
+        return WatchedRun(
             now=time.time(),
             is_paused=self._is_paused(),
             devices=self._records.devices(),

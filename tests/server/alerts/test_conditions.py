@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.common.settings.schema import AlertSettings
-from headwater.server.alerts.conditions import MIN_LOSSES, RunState, troubles
+from headwater.server.alerts.conditions import MIN_LOSSES, WatchedRun, troubles
 from headwater.server.transport.device_records import DeviceRecord
 
 NOW, HOUR, DAY = 1e9, 3600.0, 86_400.0
@@ -49,12 +49,12 @@ def device(name: str, **given: Any) -> DeviceRecord:
 def test_troubles_are_seen_where_they_begin(
     given: dict[str, Any], found: set[tuple[str, str]]
 ) -> None:
-    state = RunState(**{"now": NOW, "last_round_at": NOW, **given})
+    state = WatchedRun(**{"now": NOW, "last_round_at": NOW, **given})
     assert troubles(state, CHOSEN).keys() == set(found)
 
 
 def test_the_words_say_how_much() -> None:
-    state = RunState(
+    state = WatchedRun(
         now=NOW,
         last_round_at=NOW - 2 * HOUR,
         round=7,
