@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.common.run_scope import PREFIX
 from headwater.common.system.printable import plot_label
 from headwater.common.wording import counted
-from headwater.server.rounds.round_row import column_of
+from headwater.server.rounds.round_row import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,12 +71,7 @@ def curves(rows: Sequence[Row], *, task: str | None = None) -> Figure:
 
 def run_title(rows: Sequence[Row], task: str | None) -> str:
     """Return the run's task, number of devices and rounds: "digits.py, 20 devices, 50 rounds"."""
-    names = {
-        name
-        for row in rows
-        for clients in (row["clients"], row.get("masked_clients", []))
-        for name in column_of(clients, "name")
-    }
+    names = {name for row in rows for name in figure_of(row, "name")}
     parts = [counted(len(names), "device"), counted(rows[-1]["round"], "round")]
     name = _label((task or "").removeprefix(PREFIX).rpartition("/")[2])
     return ", ".join([name, *parts] if name else parts)
@@ -133,11 +128,7 @@ def _metric_names(rows: Sequence[Row]) -> list[str]:
 
 def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     """Draw the clients' accumulation steps; in a masked round, the plans'."""
-    steps = [
-        [*column_of(row["clients"], "accumulation_steps")]
-        + [client["planned_steps"] for client in row.get("masked_clients", [])]
-        for row in rows
-    ]
+    steps = [figure_of(row, "accumulation_steps") for row in rows]
     at, low, high = _rounds(rows), [min(s) for s in steps], [max(s) for s in steps]
     means = [sum(s) / len(s) for s in steps]
     if len(rows) <= FEW_ROUNDS:
@@ -197,7 +188,7 @@ def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
 
 def _num_left_out(row: Row) -> int:
     known: int | None = row.get("num_examples_left_out")
-    return sum(column_of(row["clients"], "num_refused")) if known is None else known
+    return sum(n or 0 for n in figure_of(row, "num_refused")) if known is None else known
 
 
 # The devices.
@@ -207,10 +198,8 @@ def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
     """Draw each device's seconds: a line for the slowest few, and a band for all others."""
     seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        for clients in (row["clients"], row.get("masked_clients", [])):
-            figures = zip(column_of(clients, "name"), column_of(clients, "seconds"), strict=True)
-            for name, value in figures:
-                seconds[name][row["round"]] = value
+        for name, value in zip(figure_of(row, "name"), figure_of(row, "seconds"), strict=True):
+            seconds[name][row["round"]] = value
     names = sorted(seconds, key=lambda name: -statistics.fmean(seconds[name].values()))
     named = names if len(names) <= MAX_LINES + 1 else names[:MAX_LINES]
     others = names[len(named) :]
@@ -244,11 +233,8 @@ def weight_shares(rows: Sequence[Row]) -> list[tuple[str, float]]:
     """
     weights: defaultdict[str, float] = defaultdict(float)
     for row in rows:
-        clients = row["clients"]
-        for name, own in zip(column_of(clients, "name"), column_of(clients, "weight"), strict=True):
-            weights[name] += own
-        for client in row.get("masked_clients", []):
-            weights[client["name"]] += client["planned_examples"]
+        for name, weight in zip(figure_of(row, "name"), figure_of(row, "weight"), strict=True):
+            weights[name] += weight
     total = math.fsum(weights.values()) or 1.0
     found = [(name, weight / total) for name, weight in weights.items()]
     return sorted(found, key=lambda one: -one[1])

@@ -14,7 +14,12 @@ from headwater.common.system.console import console, print_table, print_text
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, natural
 from headwater.server.operations.round_log import ROUNDS, read_rows
+from headwater.server.rounds.round_row import figure_of
 
+FIGURES = (
+    *("name", "num_examples", "accumulation_steps", "micro_batch_size"),
+    *("seconds", "reason", "plan"),
+)
 MAX_NAME_WIDTH = 24  # in a terminal a longer name continues on the next line
 
 
@@ -65,32 +70,19 @@ def plan_table(row: dict[str, Any], *, explain: bool) -> Table:
     for column in ("examples", "K x size", "seconds", "of slowest"):
         table.add_column(column, justify="right", overflow="fold", min_width=len("seconds"))
     table.add_column("reason for this plan" if explain else "ended by", overflow="fold")
-    clients = [*row["clients"], *map(_planned, row.get("masked_clients", []))]
-    for client in sorted(clients, key=lambda one: natural(one["name"])):
-        share = client["seconds"] / slowest if slowest else 1.0
+    clients = zip(*(figure_of(row, name) for name in FIGURES), strict=True)
+    for name, examples, steps, size, seconds, reason, plan in sorted(
+        clients, key=lambda one: natural(one[0])
+    ):
+        ended = reason or "masked, as planned"
+        if explain:
+            ended = plan if ended == "quota" else f"{plan}; ended by: {ended}"
         table.add_row(
-            Text(printable_name(client["name"])),
-            f"{client['num_examples']:,}",
-            f"{client['accumulation_steps']} x {client['micro_batch_size']}",
-            f"{client['seconds']:.3g}",
-            f"{share:.0%}",
-            Text(printable(_reason(client) if explain else client["reason"])),
+            Text(printable_name(name)),
+            f"{examples:,}",
+            f"{steps} x {size}",
+            f"{seconds:.3g}",
+            f"{seconds / slowest if slowest else 1.0:.0%}",
+            Text(printable(ended)),
         )
     return table
-
-
-def _reason(client: dict[str, Any]) -> str:
-    """Return what limited the plan, and what ended the work if not the end of the quota."""
-    ended = "" if client["reason"] == "quota" else f"; ended by: {client['reason']}"
-    return f"{client['plan']}{ended}"
-
-
-def _planned(client: dict[str, Any]) -> dict[str, Any]:
-    """Return a masked round's client with a plain round's keys; its figures are the plan's."""
-    return {
-        **client,
-        "num_examples": client["planned_examples"],
-        "micro_batch_size": client["planned_micro_batch_size"],
-        "accumulation_steps": client["planned_steps"],
-        "reason": "masked, as planned",
-    }

@@ -21,7 +21,7 @@ from headwater.common.errors import RoundAborted
 from headwater.common.system.printable import printable, printable_name
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow
+from headwater.server.rounds.round_row import RoundRow, figure_of
 
 PREFIX = "headwater_server_"
 MAX_LABELLED = 200
@@ -64,17 +64,14 @@ class DeviceMetrics:
 
 def device_metrics(row: RoundRow) -> dict[str, DeviceMetrics]:
     """Return each device's values in a round; in a masked round K is the plan's."""
-    steps = [client.accumulation_steps for client in row.clients]
-    steps += [client.planned_steps for client in row.masked_clients]
-    clients: list[ClientRow | MaskedClientRow] = [*row.clients, *row.masked_clients]
+    names = ("name", "accumulation_steps", "seconds", "peak_bytes")
     return {
-        client.name: DeviceMetrics(
-            round=row.round,
-            accumulation_steps=num_steps,
-            seconds=client.seconds,
-            peak_bytes=getattr(client, "peak_bytes", None),
+        name: DeviceMetrics(
+            round=row.round, accumulation_steps=steps, seconds=seconds, peak_bytes=peak_bytes
         )
-        for client, num_steps in zip(clients, steps, strict=True)
+        for name, steps, seconds, peak_bytes in zip(
+            *(figure_of(row, name) for name in names), strict=True
+        )
     }
 
 

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.server.report.round_points import Point, Row, field_of, finite
-from headwater.server.rounds.round_row import ClientRows, plain_list
+from headwater.server.report.round_points import Point, finite
+from headwater.server.rounds.round_row import Row, field_of, figure_of
 
-# The field of a client's row for each figure; a masked client's row has those of its plan.
-PLAIN = {
+# The field of a client's row for each figure.
+FIGURES = {
     "name": "name",
     "k": "accumulation_steps",
     "size": "micro_batch_size",
@@ -26,12 +26,6 @@ PLAIN = {
     "memory": "peak_bytes",
     "reason": "reason",
     "plan": "plan",
-}
-MASKED = PLAIN | {
-    "k": "planned_steps",
-    "size": "planned_micro_batch_size",
-    "examples": "planned_examples",
-    "weight": "planned_examples",
 }
 
 
@@ -70,10 +64,7 @@ def parts_of(row: Row) -> RoundParts:
 
     ``weight_share`` is a device's share of the round's weight; under masks of the plans' examples.
     """
-    clients = field_of(row, "clients")
-    plain = _of_reports(clients) if isinstance(clients, ClientRows) else _of_rows(clients, PLAIN)
-    masked = _of_rows(field_of(row, "masked_clients") or (), MASKED)
-    columns = {name: plain[name] + masked[name] for name in PLAIN}
+    columns = {name: figure_of(row, field) for name, field in FIGURES.items()}
     weights = columns.pop("weight")
     total = math.fsum(weight or 0 for weight in weights) or 1.0
     columns["weight_share"] = [None if weight is None else weight / total for weight in weights]
@@ -88,15 +79,3 @@ def newest(rounds: Sequence[RoundParts]) -> Iterator[tuple[str, Point]]:
             if name not in seen:
                 yield name, parts.point(at)
         seen.update(parts.names)
-
-
-def _of_rows(rows: Sequence[Any], fields: Mapping[str, str]) -> dict[str, list[Any]]:
-    if (column := getattr(rows, "column", None)) is not None:  # of a large round's table
-        return {name: column(field) for name, field in fields.items()}
-    return {name: [field_of(row, field) for row in rows] for name, field in fields.items()}
-
-
-def _of_reports(rows: ClientRows) -> dict[str, list[Any]]:
-    """Return what ``_of_rows`` would, without making a row with all its steps for each client."""
-    figures = rows.figures()
-    return {name: plain_list(figures[field]) for name, field in PLAIN.items()}

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.common.system.printable import printable
-from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, RoundRow, column_of
+from headwater.server.rounds.round_row import Row, field_of, figure_of
 
-Row = RoundRow | Mapping[str, Any]
-Part = ClientRow | MaskedClientRow | Mapping[str, Any]
 Point = dict[str, Any]
 
 FIGURES = (
@@ -28,24 +26,19 @@ def point_of(row: Row) -> Point:
     """Return a round's figures by name; what is unknown or not finite is None."""
     point = {name: finite(field_of(row, name)) for name in FIGURES}
     metrics = dict(list(field_of(row, "metrics").items())[:MAX_METRICS])
-    low, high = _k_range(row)
+    steps = figure_of(row, "accumulation_steps")
     return point | {
         "metrics": {label(name): finite(value) for name, value in metrics.items()},
         "split": _finite_parts(field_of(row, "seconds_split")),
         "client_split": _finite_parts(field_of(row, "client_seconds")),
-        "k_min": low,
-        "k_max": high,
+        "k_min": min(steps, default=None),
+        "k_max": max(steps, default=None),
         "num_left_out": len(field_of(row, "left_out") or ()),
         "below_share": [label(name) for name in (field_of(row, "below_share") or ())[:MAX_NAMES]],
         "num_below_share": len(field_of(row, "below_share") or ()),
         "num_refused": len(field_of(row, "refused") or ()),
         "is_masked": bool(field_of(row, "masked_clients")),
     }
-
-
-def field_of(row: Row | Part, name: str) -> Any:
-    """Return a field of a row; None in a row of an earlier version that lacks it."""
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
 def finite(value: Any) -> Any:
@@ -73,11 +66,3 @@ def ring_of(row: Row) -> dict[str, Any] | None:
 def task_label(task: str | None) -> str:
     """Return a task's name without the folders before it."""
     return label((task or "headwater").rpartition("/")[2])
-
-
-def _k_range(row: Row) -> tuple[int | None, int | None]:
-    if isinstance(row, RoundRow):
-        return row.k_range if row.clients or row.masked_clients else (None, None)
-    steps = [*column_of(row["clients"], "accumulation_steps")]
-    steps += [part["planned_steps"] for part in row.get("masked_clients") or ()]
-    return (min(steps), max(steps)) if steps else (None, None)

@@ -160,28 +160,20 @@ class RoundRow:
     @property
     def k_range(self) -> tuple[int, int]:
         """The smallest and the largest K of the cohort; of its plans in a masked round."""
-        steps = [*self._told("accumulation_steps")]
-        steps += [row.planned_steps for row in self.masked_clients]
+        steps = figure_of(self, "accumulation_steps")
         return min(steps), max(steps)
 
     @property
     def slowest(self) -> tuple[str, float]:
         """The name of the client that took longest, and its seconds."""
-        masked = self.masked_clients
-        seconds = [*self._told("seconds"), *(one.seconds for one in masked)]
-        names = [*self._told("name"), *(one.name for one in masked)]
+        seconds = figure_of(self, "seconds")
         longest = max(seconds)
-        return names[seconds.index(longest)], longest
+        return figure_of(self, "name")[seconds.index(longest)], longest
 
     @property
     def stop_reasons(self) -> list[str]:
         """Why each client's window ended; none of a masked round."""
-        return [*self._told("reason")]
-
-    def _told(self, name: str) -> Sequence[Any]:
-        if isinstance(self.clients, ClientRows):
-            return plain_list(self.clients.told[name])
-        return [getattr(row, name) for row in self.clients]
+        return [reason for reason in figure_of(self, "reason") if reason is not None]
 
     def figures(self) -> dict[str, float]:
         """Return the round's own numbers and metrics by name, without those that are None.
@@ -264,12 +256,14 @@ class ClientRows(Sequence[ClientRow]):
 
         The steps' figures are lists of all clients' steps, ``num_steps`` of each.
         """
-        return self.figures() | self._steps()
+        return {**self.told, "plan": self.column("plan")} | self._steps()
 
-    def figures(self) -> dict[str, Figure]:
-        """Return each figure of all clients but those of their steps."""
-        plans = PlanTable.of(self.plans)
-        return {**self.told, "plan": list(map(plans.reason, self.names))}
+    def column(self, name: str) -> Sequence[Any]:
+        """Return one figure of all clients, none of their steps' lists, as Python has it."""
+        if name == "plan":
+            return list(map(PlanTable.of(self.plans).reason, self.names))
+        figure = self.told[name]
+        return figure.tolist() if isinstance(figure, np.ndarray) else [*figure]
 
     def _steps(self) -> dict[str, Figure]:
         plain = self._accepted.plain_steps(self.names)
@@ -294,15 +288,36 @@ class ClientRows(Sequence[ClientRow]):
         return client_row(report, plan_reason=plan.reason, moves_model=plan.moves_model)
 
 
-def plain_list(figure: Figure) -> list[Any]:
-    """Return one figure of all clients as Python has it."""
-    return figure.tolist() if isinstance(figure, np.ndarray) else [*figure]
+Row = RoundRow | Mapping[str, Any]
+"""A round's row, or its line in rounds.jsonl."""
+PLANNED = {
+    "accumulation_steps": "planned_steps",
+    "micro_batch_size": "planned_micro_batch_size",
+    "num_examples": "planned_examples",
+    "weight": "planned_examples",
+}
+"""What stands for a masked client's figures, which only the client knows."""
 
 
-def column_of(clients: Sequence[Mapping[str, Any]], name: str) -> Sequence[Any]:
-    """Return one figure of all clients of a row that was read, however they are stored."""
+def figure_of(row: Row, name: str) -> list[Any]:
+    """Return one figure of all clients of a round, a masked client's by its plan; None if unknown.
+
+    ``name`` is a field of ``ClientRow`` other than the steps' lists. The plain clients come first.
+    """
+    plain = column_of(field_of(row, "clients"), name)
+    masked = field_of(row, "masked_clients") or ()
+    return [*plain, *(field_of(client, PLANNED.get(name, name)) for client in masked)]
+
+
+def column_of(clients: Sequence[Any], name: str) -> Sequence[Any]:
+    """Return one figure of clients of one kind, however they are stored."""
     column: Callable[[str], Sequence[Any]] | None = getattr(clients, "column", None)
-    return [client[name] for client in clients] if column is None else column(name)
+    return [field_of(client, name) for client in clients] if column is None else column(name)
+
+
+def field_of(row: Row | ClientRow | MaskedClientRow, name: str) -> Any:
+    """Return a field of a row; None in a row that lacks it, as one of an earlier version may."""
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
 def masked_client_row(answer: ReadyReport | UpdateReport, plan: Plan) -> MaskedClientRow:

@@ -14,6 +14,7 @@ from typing import Any
 
 from headwater.common.errors import ConnectionLost, LateUpdate, StaleUpdate
 from headwater.common.settings.schema import Settings
+from headwater.server.rounds.round_row import figure_of
 from headwater.simulation.fleet.faults import absent_seconds, falsifications, link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.identities import identities_of
@@ -91,8 +92,8 @@ def _sent_in(row: Mapping[str, Any], name: str) -> int:
 
 def _outcomes(row: Mapping[str, Any], names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield each invited device of a round, with SUMMED or the error that refused its update."""
-    for client in (*row["clients"], *row.get("masked_clients", [])):
-        yield client["name"], SUMMED
+    for name in figure_of(row, "name"):
+        yield name, SUMMED
     for name, reason in row["refused"].items():
         if name in names:  # another name marks a second update of the same device
             yield name, reason.partition(":")[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from headwater.common.errors import OutOfMemory
 from headwater.common.wording import bytes_text, counted, natural
+from headwater.server.rounds.round_row import figure_of
 
 # In the first rounds the quotas adapt to the measured speeds; their idle time is not counted.
 SETTLING_ROUNDS = 3
@@ -45,14 +46,12 @@ def idle_time(row: Mapping[str, Any]) -> IdleTime:
     row's clients and does not count.
     """
     everybody, free, minimum, num_data = [], [], [], 0
-    for client in _clients(row):
-        seconds, plan = client["seconds"], client["plan"]
+    figures = (figure_of(row, name) for name in ("seconds", "plan", "num_examples"))
+    for seconds, plan, num_examples in zip(*figures, strict=True):
         everybody.append(seconds)
         if "all its " in plan:
             num_data += 1
-        elif plan.startswith("link-bound") or (
-            client["num_examples"] == 1 and not plan.startswith("K set")
-        ):
+        elif plan.startswith("link-bound") or (num_examples == 1 and not plan.startswith("K set")):
             minimum.append(seconds)
         else:
             free.append(seconds)
@@ -65,15 +64,6 @@ def idle_time(row: Mapping[str, Any]) -> IdleTime:
         num_at_minimum=len(minimum),
         minimum_seconds=max(minimum, default=0.0),
     )
-
-
-def _clients(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the clients of a row; those of a masked round with their planned examples."""
-    masked = [
-        {**client, "num_examples": client["planned_examples"]}
-        for client in row.get("masked_clients", [])
-    ]
-    return [*row["clients"], *masked]
 
 
 def _idle(seconds: Sequence[float]) -> float:
@@ -134,10 +124,9 @@ def peak_memory(
     peaks: dict[str, int] = {}
     too_small: set[str] = set()
     for row in rows:
-        for client in _clients(row):
-            if "peak_bytes" not in client:  # in a masked round only the device knows
-                continue
-            peaks[client["name"]] = max(peaks.get(client["name"], 0), client["peak_bytes"])
+        for name, peak in zip(figure_of(row, "name"), figure_of(row, "peak_bytes"), strict=True):
+            if peak is not None:  # in a masked round only the device knows
+                peaks[name] = max(peaks.get(name, 0), peak)
         too_small |= {
             name
             for name, reason in row["refused"].items()
