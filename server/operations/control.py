@@ -22,10 +22,9 @@ from headwater.common.system.json_logs import FIELDS
 from headwater.common.wording import duration_text, names_text
 from headwater.server.operations import orders
 from headwater.server.operations.orders import Order, read_order, run_state
-from headwater.server.operations.round_log import read_rows, row_to_dict
+from headwater.server.operations.round_log import read_rows
+from headwater.server.operations.run_history import HistoryWriter, round_figures
 from headwater.server.operations.run_lock import FOLLOWS_QUEUE, RunLock
-from headwater.server.operations.sqlite_history import round_columns
-from headwater.server.operations.sqlite_writer import HistoryWriter
 from headwater.server.rounds.observer import Drained, Observer
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
@@ -104,7 +103,7 @@ class RunControl(Observer):
         self._order: Order | None = None
         self._order_error = ""
         self._is_next_due = False
-        self._has_begun = False
+        self._last_round: dict[str, Any] | None = None
         self._long_wait = LongWaitNotice()
         self._history = HistoryWriter(folder, device_records)
         self._has_ended = threading.Event()
@@ -136,8 +135,14 @@ class RunControl(Observer):
         if order is None:
             self._history.attempt(lambda: (self._folder / orders.FILE).unlink(missing_ok=True))
         self._follow(order)
+        self._history.attempt(self._read_last_round)
         self._history.add_event("started", info.get("address", ""))
         self._thread.start()
+
+    def _read_last_round(self) -> None:
+        rows = [row for row in read_rows(self._folder) if row["round"] <= self.round]
+        if rows:
+            self._last_round = round_figures(rows[-1], ended_at=None)
 
     def stop(self, reason: str) -> None:
         """Write the remaining history and unlock the folder."""
@@ -173,10 +178,6 @@ class RunControl(Observer):
             record = self._device_records.get(report.name)
             record.note_vitals(report.vitals)
             record.task = report.task
-        if not self._has_begun:
-            self._has_begun = True
-            rows = [round_columns(row) for row in read_rows(self._folder)]
-            self._history.add(lambda history: history.sync_rounds(round_number, rows))
         self.round = round_number - 1
 
     def closed(self, opened: OpenRound) -> None:
@@ -199,8 +200,7 @@ class RunControl(Observer):
 
     def on_round(self, row: RoundRow) -> None:
         self._is_in_round, self.round = False, row.round
-        columns = round_columns(row_to_dict(row), ended_at=time.time())
-        self._history.add(lambda history: history.add_round(columns))
+        self._last_round = round_figures(row, ended_at=time.time())
         fields = {
             "round": row.round,
             "loss": row.loss if row.epsilon is None else None,
@@ -227,10 +227,7 @@ class RunControl(Observer):
                     self._history.write(self._state())
             except Exception:
                 log.exception("the run's control thread failed; it continues")
-        try:
-            self._history.write({**self._state(), "stands": "ended"}, is_last=True)
-        finally:
-            self._history.close()
+        self._history.write({**self._state(), "stands": "ended"}, is_last=True)
 
     def _warn_of_long_wait(self) -> None:
         awaited, seconds = self._device_records.awaited()
@@ -294,4 +291,5 @@ class RunControl(Observer):
             "stands": run_state(self._order, is_in_round=self._is_in_round),
             "round": self.round,
             "rounds": self._rounds,
+            "last_round": self._last_round,
         }

@@ -25,7 +25,7 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console
-from headwater.server.operations import run_lock, sqlite_history
+from headwater.server.operations import run_history, run_lock
 from headwater.server.operations.run_lock import read_server_state
 
 FILE = "order.json"
@@ -115,7 +115,7 @@ def check_run(folder: Path) -> None:
     Raises:
         SettingsError: it holds neither a lock nor a history, or the lock of a simulator.
     """
-    if not any((folder / name).exists() for name in (run_lock.FILE, sqlite_history.FILE)):
+    if not any((folder / name).exists() for name in (run_lock.FILE, run_history.STATE)):
         problem = "holds no run of a server" if folder.is_dir() else "is not a folder"
         raise SettingsError(f"{folder} {problem}", remedy="name the server's own folder: --out DIR")
     if not read_server_state(folder).takes_orders:
@@ -159,7 +159,7 @@ def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
     """Wait until the server's state shows the order; return a sentence about it."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
-        snapshot = sqlite_history.read(folder)
+        snapshot = run_history.read(folder)
         state = None if snapshot is None else snapshot.state.get("stands")
         if state in STATES_AFTER[verb]:
             return _describe(str(state), folder, restart)

@@ -25,10 +25,10 @@ from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.wording import counted, duration_text, names_text, natural
 from headwater.server.features import status_fields, status_lines
-from headwater.server.operations import sqlite_history
+from headwater.server.operations import run_history
 from headwater.server.operations.orders import check_run, read_order
+from headwater.server.operations.run_history import HistorySnapshot
 from headwater.server.operations.run_lock import ServerState, read_server_state
-from headwater.server.operations.sqlite_history import HistorySnapshot
 from headwater.server.transport.device_records import DeviceRecord
 
 MAX_ROWS = 100
@@ -49,7 +49,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     """
     check_run(folder)
     now = time.time() if now is None else now
-    server, snapshot = read_server_state(folder, now=now), sqlite_history.read(folder)
+    server, snapshot = read_server_state(folder, now=now), run_history.read(folder)
     state = {} if snapshot is None else snapshot.state
     order = read_order(folder)
     devices = [] if snapshot is None else [_device(one, server, now) for one in snapshot.devices]
@@ -70,9 +70,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         "num_awaited": state.get("num_awaited", 0) if server.is_up else 0,
         "awaited_seconds": state.get("awaited_seconds") if server.is_up else None,
         "history_failures": state.get("num_failures"),
-        "last_round": None
-        if snapshot is None
-        else _format_times(snapshot.last_round or {}) or None,
+        "last_round": _format_times(state.get("last_round") or {}) or None,
         "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
         **status_fields(folder),
         "num_connected": sum(device["is_connected"] for device in devices),
@@ -134,7 +132,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
             f"last round {last['round']}: loss {loss}, {clients}, {examples}, "
             f"{last['seconds']:.3g} s"
         )
-        if last["num_outliers"]:
+        if last.get("num_outliers"):
             parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
     parts += status_lines(status)
     if status["history_failures"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
-from headwater.server.operations import orders, run_lock, sqlite_history
+from headwater.server.operations import orders, run_history, run_lock
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
@@ -20,10 +20,13 @@ from headwater.server.standby.state_store import StateStore
 from headwater.server.standby.term_record import STORED, TermRecord, is_code
 
 # What belongs to one server: its lock, its operator's order, its history, and drawings that can be
-# made again. The history's names go on, as in history.sqlite-wal.
+# made again. Some names go on, as in history.sqlite-wal of an earlier version.
 OWNER = "shared-state"
 """The file that names the shared state of which a folder is a copy."""
-OWN = (run_lock.FILE, orders.FILE, sqlite_history.FILE, EVENTS, CURVES, REPORT, ROUNDS, OWNER)
+OWN = (
+    *(run_lock.FILE, orders.FILE, EVENTS, CURVES, REPORT, ROUNDS, OWNER),
+    *(run_history.STATE, run_history.DEVICES, run_history.EVENTS, run_history.SQLITE),
+)
 PART = ".part"
 MAX_PIECES = 64
 

@@ -1,6 +1,6 @@
 """Records of each device by name: when it was connected, its last plan, and its last refusal.
 
-Records outlive connections; ``server.operations.sqlite_history`` keeps them across restarts of the
+Records outlive connections; ``server.operations.run_history`` keeps them across restarts of the
 server. Their number is bounded, because without TLS anybody can connect under any name: devices
 that were refused and never served are forgotten first. Beyond ``MAX_DEVICES`` a device is served
 but not recorded, and counted.

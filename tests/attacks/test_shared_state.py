@@ -95,7 +95,9 @@ def test_a_record_that_no_server_writes_is_named(changes: dict[str, Any]) -> Non
         TermRecord.of(json.dumps(plain).encode())
 
 
-@pytest.mark.parametrize("own", ["history.sqlite", "server.lock", "order.json", "shared-state"])
+@pytest.mark.parametrize(
+    "own", ["devices.json", "history.sqlite", "server.lock", "order.json", "shared-state"]
+)
 def test_a_record_replaces_no_file_that_is_a_server_s_own(own: str, tmp_path: Path) -> None:
     share = SharedFolder(tmp_path / "share")
     (tmp_path / "file").write_text("")

@@ -139,12 +139,14 @@ def check_places(out: Path, state: Path, places: Mapping[str, SamplerPosition]) 
 LEFT_BY_A_RUN = {
     "checkpoint.safetensors",
     "curves.png",
-    "history.sqlite",
+    "devices.json",
+    "events.jsonl",
     "model.safetensors",
     "report.html",
     "rounds.jsonl",
     "server.lock",
     "settings.toml",
+    "state.json",
     "tensorboard",
 }
 MAY_BE_LEFT = {"order.json", "shared-state"}

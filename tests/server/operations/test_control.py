@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,12 @@ from headwater.common.messages import DeviceReport, Plan, ReadyReport, Step, Upd
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.operations import control, orders, sqlite_history
+from headwater.server.operations import control, orders, run_history
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
 from headwater.server.operations.orders import Order
 from headwater.server.operations.round_log import RoundLog
+from headwater.server.operations.run_history import MAX_QUEUED
 from headwater.server.operations.run_lock import read_server_state
-from headwater.server.operations.sqlite_writer import MAX_QUEUED
 from headwater.server.rounds.observer import Drained
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.succession.commands import submit_run
@@ -34,13 +33,13 @@ from tests.round_rows import row
 class ControlledRun:
     """A run control in a folder, and the orders that it passed on."""
 
-    def __init__(self, folder: Path, *, follows_queue: bool = True) -> None:
+    def __init__(self, folder: Path, *, follows_queue: bool = True, round_number: int = 0) -> None:
         self.folder = folder
         self.device_records = DeviceRecords()
         self.orders: list[str | None] = []
         self.control = RunControl(
             folder,
-            round_number=0,
+            round_number=round_number,
             rounds=9,
             device_records=self.device_records,
             on_order=self._note_order,
@@ -54,14 +53,14 @@ class ControlledRun:
     def wait_for(self, *verbs: str) -> None:
         until(lambda: self.orders == list(verbs), what=lambda: f"{self.orders}")
 
-    def snapshot(self) -> sqlite_history.HistorySnapshot:
-        found = sqlite_history.read(self.folder)
+    def snapshot(self) -> run_history.HistorySnapshot:
+        found = run_history.read(self.folder)
         assert found is not None
         return found
 
-    def until_written(self, is_so: Callable[[sqlite_history.HistorySnapshot], bool]) -> None:
+    def until_written(self, is_so: Callable[[run_history.HistorySnapshot], bool]) -> None:
         def is_there() -> bool:
-            found = sqlite_history.read(self.folder)
+            found = run_history.read(self.folder)
             return found is not None and is_so(found)
 
         until(is_there, what=lambda: "the history")
@@ -179,7 +178,7 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     run.control.begun(1, {report.name: report})
     run.control.closed(opened_round({}))
     run.control.on_round(row(1, "pi"))
-    run.until_written(lambda found: found.last_round is not None)
+    run.until_written(lambda found: found.state["last_round"] is not None)
     run.until_written(lambda found: found.state["stands"] == "waiting" and len(found.devices) == 2)
     found = run.snapshot()
     late, device = found.devices
@@ -234,19 +233,29 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = ControlledRun(tmp_path)
-    sqlite_history.History(tmp_path).close()
-    blocking = sqlite3.connect(tmp_path / sqlite_history.FILE, isolation_level=None)
-    blocking.execute("BEGIN EXCLUSIVE")  # acts like a failing disk on the writer
+    (tmp_path / run_history.EVENTS).mkdir()  # acts like a failing disk on the writer
     with caplog.at_level(logging.WARNING):
         run.control.start({})
         until(lambda: run.control.num_failures >= 2, what=lambda: "failures")
         run.control.on_round(row(1, "pi"))
         assert run.control.may_begin()
-        blocking.execute("ROLLBACK")
-        blocking.close()
-        run.until_written(lambda found: found.last_round is not None)
+        (tmp_path / run_history.EVENTS).rmdir()
+        run.until_written(lambda found: found.state["last_round"] is not None)
+    assert [event["kind"] for event in run.snapshot().events] == ["started"]
     run.control.stop("done")
     assert caplog.text.count("is not written") == 1
+
+
+def test_a_resumed_run_shows_the_last_round_up_to_its_checkpoint(tmp_path: Path) -> None:
+    round_log = RoundLog(draws_curves=False)
+    round_log.started(Settings(out=tmp_path), round_number=0, model=nn.Module())
+    for number in (1, 2, 3):
+        round_log.stepped(row(number, "pi"))
+    round_log.ended()
+    run = ControlledRun(tmp_path, round_number=2)
+    run.control.start({})
+    run.control.stop("done")
+    assert run.snapshot().state["last_round"]["round"] == 2
 
 
 def test_entries_waiting_for_a_disk_are_bounded_and_lost_ones_counted(tmp_path: Path) -> None:

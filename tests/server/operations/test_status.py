@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.server.cli import app
 from headwater.server.operations import orders, run_lock
+from headwater.server.operations.run_history import HistoryWriter, read, round_figures
 from headwater.server.operations.run_lock import RunLock
-from headwater.server.operations.sqlite_history import History, round_columns
 from headwater.server.operations.status import LONG_WAIT_SECONDS
 from headwater.server.succession.run_queue import submit, take_next
-from headwater.server.transport.device_records import DeviceRecord
+from headwater.server.transport.device_records import COLUMNS, DeviceRecord, DeviceRecords
 from tests.processes import ROOT
 from tests.round_rows import row
 
@@ -38,36 +37,50 @@ def run(*arguments: object) -> tuple[int, str]:
     return ended.exit_code, " ".join(ended.output.split())
 
 
+def write(
+    folder: Path, *devices: DeviceRecord, events: Sequence[tuple[str, str]] = (), **state: Any
+) -> None:
+    """Write a history, or add to it."""
+    records, before = DeviceRecords(), read(folder)
+    for device in devices:
+        record = records.get(device.name)
+        for name in COLUMNS:
+            setattr(record, name, getattr(device, name))
+    history = HistoryWriter(folder, records)
+    for event in events:
+        history.add_event(*event)
+    history.write({**(before.state if before else {}), **state}, is_last=True)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    history = History(tmp_path)
-    history.add_round(round_columns(asdict(row(3, "pi", "nas")), ended_at=60.0))
-    history.write_devices(
-        [
-            DeviceRecord(
-                name="pi",
-                last_seen=50.0,
-                is_connected=True,
-                accumulation_steps=2,
-                micro_batch_size=8,
-                peak_bytes=25_000_000,
-                memory_limit_bytes=100_000_000,
-                temperature_celsius=61.4,
-                battery=0.83,
-                is_on_battery=True,
-                bytes_up=2_000_000,
-            ),
-            DeviceRecord(
-                name="nas",
-                last_seen=0.0,
-                refused_at=0.0,
-                refusal_code="LateUpdate",
-                refusal_text="nas did not answer within [5] s",
-            ),
-        ]
+    write(
+        tmp_path,
+        DeviceRecord(
+            name="pi",
+            last_seen=50.0,
+            is_connected=True,
+            accumulation_steps=2,
+            micro_batch_size=8,
+            peak_bytes=25_000_000,
+            memory_limit_bytes=100_000_000,
+            temperature_celsius=61.4,
+            battery=0.83,
+            is_on_battery=True,
+            bytes_up=2_000_000,
+        ),
+        DeviceRecord(
+            name="nas",
+            last_seen=0.0,
+            refused_at=0.0,
+            refusal_code="LateUpdate",
+            refusal_text="nas did not answer within [5] s",
+        ),
+        stands="in a round",
+        round=3,
+        rounds=9,
+        last_round=round_figures(row(3, "pi", "nas"), ended_at=60.0),
     )
-    history.write_state({"stands": "in a round", "round": 3, "rounds": 9, "num_failures": 0})
-    history.close()
     return tmp_path
 
 
@@ -99,9 +112,7 @@ def test_status_of_a_running_server_shows_the_run_and_its_devices(folder: Path) 
 def test_status_names_the_devices_that_a_round_has_awaited_for_a_minute(
     seconds: float, is_told: bool, folder: Path
 ) -> None:
-    history = History(folder)
-    history.write_state({"awaited": ["nas"], "num_awaited": 1, "awaited_seconds": seconds})
-    history.close()
+    write(folder, awaited=["nas"], num_awaited=1, awaited_seconds=seconds)
     _, text = run("status", "--out", folder)
     assert ("it has waited 1 min for nas" in text) == is_told
 
@@ -109,21 +120,18 @@ def test_status_names_the_devices_that_a_round_has_awaited_for_a_minute(
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("other", ["a", "b"])
 def test_status_says_if_devices_train_different_code(other: str, folder: Path) -> None:
-    history = History(folder)
-    history.write_devices(
+    devices = [
         DeviceRecord(name=name, last_seen=0.0, is_connected=True, task=f"Signs {digit * 64}")
         for name, digit in (("one", "a"), ("two", other))
-    )
-    history.close()
+    ]
+    write(folder, *devices)
     _, text = run("status", "--out", folder)
     told = "its devices train different code: Signs aaaaaaaaaaaa, Signs bbbbbbbbbbbb"
     assert (told in text) == (other == "b")
 
 
 def test_status_lists_devices_in_natural_order(folder: Path) -> None:
-    history = History(folder)
-    history.write_devices(DeviceRecord(name=name, last_seen=0.0) for name in ("pi10", "pi2"))
-    history.close()
+    write(folder, *(DeviceRecord(name=name, last_seen=0.0) for name in ("pi10", "pi2")))
     _, text = run("status", "--out", folder)
     assert text.index("pi2") < text.index("pi10")
 
@@ -141,11 +149,8 @@ def test_status_of_an_ended_server_shows_the_last_heartbeat_and_fails(folder: Pa
 
 def end(folder: Path, *, round_number: int, reason: str) -> None:
     RunLock(folder).release()
-    history = History(folder)
-    history.write_state({"stands": "ended", "round": round_number, "rounds": 9})
-    history.add_event("started")
-    history.add_event("ended", reason)
-    history.close()
+    events = [("started", ""), ("ended", reason)]
+    write(folder, events=events, stands="ended", round=round_number, rounds=9)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +179,7 @@ def test_a_run_that_ended_early_is_not_finished(reason: str, folder: Path) -> No
 
 def test_a_run_that_was_started_again_and_killed_is_not_finished(folder: Path) -> None:
     end(folder, round_number=9, reason="done")
-    history = History(folder)
-    history.add_event("started")
-    history.close()
+    write(folder, events=[("started", "")])
     assert run("status", "--out", folder)[0] == 1
 
 
@@ -192,9 +195,7 @@ def test_the_table_fits_80_columns_and_shows_everything(
     monkeypatch.setattr(console, "width", 80)
     monkeypatch.setattr(console, "_force_terminal", True)
     name = "kitchen-pi-of-the-third-floor.example.org"
-    history = History(folder)
-    history.write_devices([wide_record(name)])
-    history.close()
+    write(folder, wide_record(name))
     lines = CliRunner().invoke(app, ["status", "--out", str(folder)]).output.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in "".join(lines)
@@ -227,9 +228,7 @@ def test_in_a_pipe_each_device_is_one_line_however_narrow_the_console_is(
 ) -> None:
     monkeypatch.setattr(console, "width", 80)
     name = "a-device-with-a-name-that-is-longer-than-forty-signs"
-    history = History(folder)
-    history.write_devices([wide_record(name)])
-    history.close()
+    write(folder, wide_record(name))
     text = CliRunner().invoke(app, ["status", "--out", str(folder)]).output
     assert not console.is_terminal
     (line,) = [line for line in text.splitlines() if name in line]
@@ -322,16 +321,12 @@ def test_a_health_check_does_not_load_torch(folder: Path) -> None:
 
 
 def test_a_run_without_a_last_round_is_finished_only_if_it_ended_by_itself(tmp_path: Path) -> None:
-    history = History(tmp_path)
-    history.write_state({"round": 7, "rounds": "forever"})
-    history.add_event("started")
-    history.add_event("ended", "drained")
+    events = [("started", ""), ("ended", "drained")]
+    write(tmp_path, events=events, round=7, rounds="forever")
     status, text = run("status", "--out", tmp_path)
     assert status == 1
     assert "down" in text
-    history.add_event("started")
-    history.add_event("ended", "done")
-    history.close()
+    write(tmp_path, events=[("started", ""), ("ended", "done")])
     status, text = run("status", "--out", tmp_path)
     assert status == 0
     assert "7 rounds done, without a last one" in text

@@ -13,7 +13,10 @@ from headwater.server.standby.shared_folder import SharedFolder
 from headwater.server.standby.term_record import TermRecord
 
 STATE = ("checkpoint.safetensors", "settings.toml", "privacy.json", f"{NOISE_FOLDER}/7.bin")
-OWN = ("server.lock", "order.json", "history.sqlite", "history.sqlite-wal", "tensorboard/events")
+OWN = (
+    *("server.lock", "order.json", "tensorboard/events", "state.json", "devices.json"),
+    *("events.jsonl", "history.sqlite", "history.sqlite-wal"),
+)
 
 
 def folder_with(out: Path, names: tuple[str, ...], text: str) -> None:
