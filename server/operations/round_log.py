@@ -1,4 +1,4 @@
-"""A run's log files: rounds.jsonl (one JSON object a round), TensorBoard events and curves.png."""
+"""A run's log files: rounds.jsonl, which has one JSON object a round, and curves.png."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -20,12 +18,9 @@ from headwater.common.errors import RunFolderGone, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder, write_atomically
-from headwater.common.system.printable import printable_name
 from headwater.server.operations.curves import draw_curves
 from headwater.server.operations.log_limits import (
-    MAX_EVENT_BYTES,
     RowsFile,
-    delete_oldest,
     older_file,
     tables_beside,
 )
@@ -53,17 +48,10 @@ MAY_BE_OMITTED = {
     if field.default is None or field.default in EMPTY or field.default_factory is not MISSING
 } | {"loss"}
 """What a line leaves out where it is unknown or empty."""
-NOISE = (
-    "noise_scale",
-    "gradient_variance",
-    "squared_gradient",
-    "heterogeneity",
-    "measured_share",
-)
 
 
 class RoundLog(Observer):
-    """Appends each round to rounds.jsonl and to the TensorBoard log, and draws curves.png.
+    """Appends each round to rounds.jsonl, and draws curves.png.
 
     Of a run without a last round only the latest rows stay (``server.operations.log_limits``).
     """
@@ -76,7 +64,6 @@ class RoundLog(Observer):
         self._file: RowsFile
         self._has_tables = True
         self._is_gone = False
-        self._board: _Board | None = None
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         """Open the files and drop the rows after ``round_number``, the last checkpoint's round.
@@ -102,7 +89,6 @@ class RoundLog(Observer):
             ) from error
         self._folder, self._task = folder, settings.task
         self._has_tables = settings.standby.shared_state is None  # a standby gets the lines alone
-        self._board = _Board.open(folder / EVENTS, is_bounded=is_bounded)
 
     def stepped(self, row: RoundRow) -> None:
         """Write one round's row.
@@ -118,28 +104,11 @@ class RoundLog(Observer):
             raise RunFolderGone(f"{self._folder / ROUNDS} was removed while the run went on")
         try:
             self._file.write(line_of_row(row, self._clients_of(row)))
-            self._write_to_board(row)
         except OSError as error:
             raise StateError(
                 f"round {row.round} cannot be written to {self._folder}: {error.strerror}",
                 remedy="free space and go on with --resume",
             ) from error
-
-    def _write_to_board(self, row: RoundRow) -> None:
-        if self._board is not None:
-            scalars = {"learning_rate": row.learning_rate, **row.metrics}
-            scalars |= (
-                {"loss": row.loss}
-                if row.epsilon is None
-                else {f"epsilon_of_each_{row.privacy_unit}": row.epsilon}
-            )
-            scalars |= {"effective_batch_size": row.weight, "seconds": row.seconds}
-            scalars |= {
-                name: value
-                for name in ("target", *NOISE)
-                if (value := getattr(row, name)) is not None
-            }
-            self._board.add(row.round, scalars)
 
     def _clients_of(self, row: RoundRow) -> list[dict[str, Any]] | Mapping[str, int]:
         """Return what the row's line says of its clients: their figures, or where their table is.
@@ -165,8 +134,6 @@ class RoundLog(Observer):
             return
         try:
             self._file.close()
-            if self._board is not None:
-                self._board.close()
             if self._draws_curves and not self._is_gone:
                 _draw(self._folder, self._task)
         except OSError as error:
@@ -388,56 +355,3 @@ def _draw(folder: Path, task: str | None) -> None:
         draw_curves(rows, folder / CURVES, task=task)
     except (ArithmeticError, ValueError) as error:
         log.warning("no %s: %s", CURVES, error)
-
-
-class _Board:
-    """Writes TensorBoard's event file without TensorFlow, torch's wrapper or a thread."""
-
-    def __init__(self, folder: Path, *, is_bounded: bool) -> None:
-        self._folder, self._is_bounded = folder, is_bounded
-        self._num_files = 0
-        self._begin_file()
-
-    def _begin_file(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._folder.mkdir(exist_ok=True)
-        now = time.time()
-        number = f"{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
-        self._num_files += 1
-        self._file = (self._folder / f"events.out.tfevents.{number}").open("wb")
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        self._num_bytes = 0
-        if self._is_bounded:
-            delete_oldest(self._folder)
-
-    @staticmethod
-    def open(folder: Path, *, is_bounded: bool) -> _Board | None:
-        if importlib.util.find_spec("tensorboard") is None:
-            log.warning("no TensorBoard log: pip install 'headwater[server]' writes one")
-            return None
-        return _Board(folder, is_bounded=is_bounded)
-
-    def add(self, step: int, scalars: dict[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=printable_name(name), simple_value=value)
-            for name, value in scalars.items()
-        ]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        self._num_bytes += event.ByteSize()
-        if self._is_bounded and self._num_bytes >= MAX_EVENT_BYTES:
-            self.close()
-            self._begin_file()
-        self._write(event)
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -270,14 +270,18 @@ def round_runner(settings: Settings, fleet: object) -> Any:
 
 
 def trackers(settings: Settings) -> list[Observer]:
-    """Return the observer of ``--track``, in a list; none if it is not set.
+    """Return the TensorBoard log of a run with a folder, and the observer of ``--track``.
 
     Raises:
         SettingsError: there is no such observer, or its package is not installed.
     """
-    if settings.track is None:
-        return []
-    return [part_of("headwater.server.tracking.trackers").tracker(settings.track)]
+    found: list[Observer] = []
+    if settings.out is not None:
+        module = part_of("headwater.server.tracking.tensorboard_tracker")
+        found.append(module.TensorboardTracker())
+    if settings.track not in (None, "tensorboard"):
+        found.append(part_of("headwater.server.tracking.trackers").tracker(settings.track))
+    return found
 
 
 def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:

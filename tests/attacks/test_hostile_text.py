@@ -27,9 +27,10 @@ from headwater.server.operations import plan_table, status
 from headwater.server.operations.curves import curves
 from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 from headwater.server.operations.round_display import RoundDisplay
-from headwater.server.operations.round_log import EVENTS, RoundLog, row_to_dict
+from headwater.server.operations.round_log import EVENTS, row_to_dict
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.tracking.mlflow_tracker import metric_key
+from headwater.server.tracking.tensorboard_tracker import TensorboardTracker
 from headwater.simulation.sweep.command import table_of
 from headwater.simulation.sweep.results import Summary
 from tests.round_rows import client, row
@@ -168,12 +169,10 @@ def test_a_hostile_text_is_shown_as_text(sink: Callable[[str], str], text: str) 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_metric_is_a_harmless_tag_of_tensorboard(text: str, tmp_path: Path) -> None:
-    log = RoundLog()
-    log.started(Settings(task="x", out=tmp_path), round_number=0, model=torch.nn.Linear(1, 1))
-    log.stepped(hostile_row(text))
-    assert log._board is not None
-    log._board.close()
-    log._file.close()
+    tracker = TensorboardTracker()
+    tracker.started(Settings(out=tmp_path), round_number=0, model=torch.nn.Linear(1, 1))
+    tracker.on_round(hostile_row(text))
+    tracker.ended()
     (file,) = (tmp_path / EVENTS).iterdir()
     tags = [v.tag for event in EventFileLoader(str(file)).Load() for v in event.summary.value]
     assert len(tags) > 2

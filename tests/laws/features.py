@@ -43,8 +43,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }
 
-ALWAYS = {"energy"}
-"""What acts in each run as its settings are by default: a device gives less on battery."""
+ALWAYS = {"energy", "tracking"}
+"""What acts in each run as its settings are by default: a device gives less on battery, and the
+server writes the TensorBoard log."""
 
 KNOWS: dict[str, set[str]] = {
     "asynchronous": {"local_training", "offline", "secagg"},

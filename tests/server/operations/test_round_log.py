@@ -15,14 +15,13 @@ from headwater.common.settings.schema import Settings
 from headwater.server.operations.client_table import LISTS
 from headwater.server.operations.round_log import (
     CURVES,
-    EVENTS,
-    NOISE,
     ROUNDS,
     RoundLog,
     read_rows,
     row_to_dict,
 )
 from headwater.server.rounds.round_row import RoundRow
+from headwater.server.tracking.tensorboard_tracker import MEASURED
 from tests.round_rows import client, masked, row
 
 CLIENTS = ("pi", "laptop")
@@ -176,7 +175,7 @@ def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 2)
     lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
     for line in lines:
-        for name in ("target", "target_by", *NOISE):
+        for name in ("target", "target_by", *MEASURED):
             line.pop(name, None)
     (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / CURVES).unlink()
@@ -202,34 +201,3 @@ def test_a_plot_that_cannot_be_written_does_not_hide_the_error_before_it(tmp_pat
 def test_a_run_without_a_round_draws_nothing(tmp_path: Path) -> None:
     opened(tmp_path).ended()
     assert not (tmp_path / CURVES).exists()
-
-
-def test_tensorboard_events_are_written(tmp_path: Path) -> None:
-    written(tmp_path, 1)
-    (events,) = (tmp_path / EVENTS).iterdir()
-    content = events.read_bytes()
-    assert b"test_accuracy" in content
-    assert b"effective_batch_size" in content
-    # Nobody could measure the noise: a zero in its place would be a claim.
-    assert not [name for name in NOISE if name.encode() in content]
-
-
-def test_known_targets_and_noise_go_to_tensorboard(tmp_path: Path) -> None:
-    round_log = opened(tmp_path)
-    round_log.stepped(
-        row(
-            1,
-            *CLIENTS,
-            target=5,
-            target_by="examples",
-            noise_scale=40.0,
-            gradient_variance=2.0,
-            squared_gradient=0.05,
-            heterogeneity=-0.1,
-            measured_share=0.5,
-        )
-    )
-    round_log.ended()
-    (events,) = (tmp_path / EVENTS).iterdir()
-    content = events.read_bytes()
-    assert [name for name in ("target", *NOISE) if name.encode() not in content] == []

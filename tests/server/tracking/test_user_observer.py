@@ -97,7 +97,7 @@ def test_track_finds_a_class_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message", "remedy"),
     [
-        ("mlfow", "--track knows no 'mlfow'", "choose mlflow, wandb, or name a class"),
+        ("mlfow", "--track knows no 'mlfow'", "choose mlflow, tensorboard, wandb, or name a class"),
         ("mlflow", "--track mlflow needs MLflow", r"pip install 'headwater\[mlflow\]'"),
         ("wandb", "--track wandb needs the package", r"pip install 'headwater\[wandb\]'"),
         ("absent.py:Mine", "the observer absent.py:Mine: there is no", ""),
@@ -132,7 +132,7 @@ class Service:
 def tracked(out: Path, name: str) -> None:
     (out / MODEL).parent.mkdir()
     (out / MODEL).write_bytes(b"")
-    (observer,) = trackers(Settings(track=name, out=out))
+    _, observer = trackers(Settings(track=name, out=out))
     assert isinstance(observer, UserObserver)
     private = {"ca": out / "private", "key": out / "private"}
     settings = Settings.model_validate(
