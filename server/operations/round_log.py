@@ -262,8 +262,18 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
     Of a long run without a last round it reads the file of the rows before, too.
     """
-    path = folder / ROUNDS
-    return [*_read_file(older_file(path)), *_read_file(path)]
+    return [*rows_in(folder)]
+
+
+def rows_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what ``read_rows`` returns, row by row.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for path in (older_file(folder / ROUNDS), folder / ROUNDS):
+        if path.exists():
+            yield from _rows_of(path)
 
 
 def _drop_rows_after(round_number: int, path: Path) -> None:
@@ -278,18 +288,8 @@ def _drop_rows_after(round_number: int, path: Path) -> None:
         os.truncate(tables, min(end, tables.stat().st_size))
 
 
-def _read_file(path: Path) -> list[dict[str, Any]]:
-    return list(rows_of(path)) if path.exists() else []
-
-
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a file's rows one by one; a line that a crash cut off or damaged is skipped.
-
-    The clients of a large round are read when somebody looks at them.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a file's rows; the clients of a large round are read when somebody looks at them."""
     for line in _lines_of(path):
         row = row_of_line(line)
         if isinstance(row["clients"], dict):

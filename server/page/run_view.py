@@ -18,11 +18,11 @@ from headwater.common.errors import HeadwaterError, RoundAborted
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
+from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
 from headwater.server.report.device_points import newest, parts_of
 from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
 from headwater.server.report.history import DeviceHistories, RoundHistory
-from headwater.server.report.replay import read_lines
 from headwater.server.report.round_points import (
     Point,
     label,
@@ -92,8 +92,8 @@ class RunView(Observer):
         if self._folder is None or not round_number:
             return
         try:
-            points = [point_of(row) for row in read_lines(self._folder)]
-        except HeadwaterError:
+            points = [point_of(row) for row in rows_in(self._folder)]
+        except (HeadwaterError, OSError):
             return  # the round log says what is wrong with its file
         with self._lock:
             for point in points:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import toml_of
 from headwater.common.settings.schema import SETTINGS_FILE
-from headwater.server.operations.log_limits import older_file
-from headwater.server.operations.round_log import ROUNDS, rows_of
+from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
 from headwater.server.report.device_points import RoundParts, parts_of
 from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
@@ -38,10 +36,13 @@ class FinishedRun:
         self._tiles: dict[str, Tile] = {}
         self._devices = DeviceHistories()
         last: dict[str, Any] = {}
-        for row in read_lines(folder):
-            last = row
-            self.history.add(point_of(row))
-            self._note(parts_of(row))
+        try:
+            for row in rows_in(folder):
+                last = row
+                self.history.add(point_of(row))
+                self._note(parts_of(row))
+        except OSError as error:
+            raise StateError(f"cannot read the rounds in {folder}: {error.strerror}") from error
         if not last:
             raise SettingsError(
                 f"{folder} holds no rounds", remedy="name the folder of a run, its --out"
@@ -93,32 +94,6 @@ class FinishedRun:
                 tiles_of.note_part(tile, found)
                 tile.update(state=tiles_of.DONE, why=found["plan"] or "")
         self._devices.add(parts if len(self._tiles) < MAX_TILES else parts.only(self._tiles))
-
-
-def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a folder's rounds.jsonl; a line that a crash cut off is left out.
-
-    Of a long run without a last round those of the file before it come first.
-
-    Raises:
-        SettingsError: there is no such file.
-        StateError: it cannot be read.
-    """
-    path = folder / ROUNDS
-    if older_file(path).exists():
-        yield from _lines(older_file(path))
-    yield from _lines(path)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        yield from rows_of(path)
-    except FileNotFoundError:
-        raise SettingsError(
-            f"{path.parent} holds no {path.name}", remedy="name the folder of a run, its --out"
-        ) from None
-    except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _about(folder: Path, last: dict[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,6 @@ from headwater.server.rounds.round_row import RoundRow
 
 log = logging.getLogger(__name__)
 
-MEASURED = (
-    *("target", "noise_scale", "gradient_variance", "squared_gradient"),
-    *("heterogeneity", "measured_share"),
-)
-"""Figures that are left out of a round where they are unknown."""
-
 
 class TensorboardTracker(Observer):
     """Writes a run's figures for TensorBoard; without its package, or on a full disk, none."""
@@ -59,12 +53,12 @@ class TensorboardTracker(Observer):
         self._folder, self._is_bounded = settings.out / EVENTS, settings.num_rounds is None
 
     def on_round(self, row: RoundRow) -> None:
-        """Write a round's figures, with the round as their step."""
+        """Write the round's numbers and metrics, with the round as their step."""
         if self._folder is None:
             return
         values = [
             self._summary.Value(tag=printable_name(name), simple_value=value)
-            for name, value in scalars(row).items()
+            for name, value in row.figures().items()
         ]
         try:
             self._write(self._folder, step=row.round, summary=self._summary(value=values))
@@ -95,24 +89,3 @@ class TensorboardTracker(Observer):
         self._records(self._file).write(event)
         self._file.flush()
         self._num_bytes += len(event)
-
-
-def scalars(row: RoundRow) -> dict[str, float]:
-    """Return a round's figures by their tags; a private round has its epsilon in the loss's place.
-
-    What nobody measured is left out: a zero in its place would be a claim.
-    """
-    first = (
-        {"loss": row.loss}
-        if row.epsilon is None
-        else {f"epsilon_of_each_{row.privacy_unit}": row.epsilon}
-    )
-    measured = {name: value for name in MEASURED if (value := getattr(row, name)) is not None}
-    return {
-        "learning_rate": row.learning_rate,
-        **row.metrics,
-        **first,
-        "effective_batch_size": row.weight,
-        "seconds": row.seconds,
-        **measured,
-    }

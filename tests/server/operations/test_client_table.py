@@ -26,7 +26,7 @@ from headwater.server.operations.round_log import (
     RoundLog,
     read_rows,
     row_of_line,
-    rows_of,
+    rows_in,
 )
 from headwater.server.rounds.round_row import ClientRows, RoundRow
 from headwater.simulation.compute import batched
@@ -192,7 +192,7 @@ def test_a_full_file_takes_its_tables_along(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_none_for_a_client_and_nan_in_a_column(tmp_path: Path) -> None:
     simulate(tmp_path, simulation={"compute": "vectorised"})
-    stored: Any = next(rows_of(tmp_path / ROUNDS))["clients"]
+    stored: Any = next(rows_in(tmp_path))["clients"]
     assert stored[0]["step_gradient_norm"][0] is not None
     variance = stored.table.columns["gradient_variance"]
     plain = [value for client in stored for value in client["gradient_variance"]]
