@@ -10,6 +10,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +60,32 @@ class TensorboardTracker(Observer):
             return
         values = [
             self._summary.Value(tag=printable_name(name), simple_value=value)
-            for name, value in row.figures().items()
+            for name, value in {**row.figures(), "effective_batch_size": row.weight}.items()
         ]
-        try:
+        with self._failures_logged_once():
             self._write(self._folder, step=row.round, summary=self._summary(value=values))
+
+    def ended(self) -> None:
+        """Close the file."""
+        with self._failures_logged_once():
+            if self._file is not None:
+                self._file.close()
+
+    @contextmanager
+    def _failures_logged_once(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if not self._has_failed:
                 log.warning("no TensorBoard log in %s: %s", self._folder, error.strerror)
             self._has_failed = True
 
-    def ended(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
     def _write(self, folder: Path, **fields: Any) -> None:
         """Write an event, into a new file where there is none, or a bounded one is full."""
         now = time.time()
         if self._file is None or (self._is_bounded and self._num_bytes >= MAX_EVENT_BYTES):
-            self.ended()
+            if self._file is not None:
+                self._file.close()
             folder.mkdir(exist_ok=True)
             name = f"{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{self._num_files}"
             self._file = (folder / f"events.out.tfevents.{name}").open("wb")

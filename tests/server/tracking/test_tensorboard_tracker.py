@@ -35,7 +35,8 @@ def written(settings: Settings, rows: Sequence[RoundRow]) -> list[set[str]]:
 @pytest.mark.parametrize("track", [None, "tensorboard"])
 def test_a_run_s_known_figures_are_written_once(track: str | None, tmp_path: Path) -> None:
     given = row(1, "pi", target=5, target_by="examples")
-    assert written(Settings(out=tmp_path, track=track), [given]) == [{*given.figures()}]
+    (tags,) = written(Settings(out=tmp_path, track=track), [given])
+    assert tags == {*given.figures(), "effective_batch_size"}
 
 
 def test_a_run_without_a_last_round_begins_new_files(
