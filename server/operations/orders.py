@@ -159,8 +159,7 @@ def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
     """Wait until the server's state shows the order; return a sentence about it."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
-        snapshot = run_history.read(folder)
-        state = None if snapshot is None else snapshot.state.get("stands")
+        state = run_history.read(folder).state.get("stands")
         if state in STATES_AFTER[verb]:
             return _describe(str(state), folder, restart)
         if verb == "drain" and not read_server_state(folder).is_up:

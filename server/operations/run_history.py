@@ -167,17 +167,17 @@ def round_figures(row: RoundRow | Mapping[str, Any], *, ended_at: float | None) 
     }
 
 
-def read(folder: Path) -> HistorySnapshot | None:
-    """Read the files in ``folder``, also while a server writes them; None if there are none.
+def read(folder: Path) -> HistorySnapshot:
+    """Read the files in ``folder``, also while a server writes them; all is empty without any.
 
     Raises:
         StateError: one cannot be read.
     """
     try:
-        if not (folder / STATE).exists():
-            return _of_sqlite(folder / SQLITE) if (folder / SQLITE).exists() else None
+        if not (path := folder / STATE).exists():
+            return _of_sqlite(folder / SQLITE)
         return HistorySnapshot(
-            state=dict(json_of((folder / STATE).read_bytes())),
+            state=dict(json_of(path.read_bytes())),
             devices=_devices(folder),
             events=[*deque(_events(folder), MAX_SHOWN_EVENTS)][::-1],
         )
@@ -195,7 +195,7 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 def _devices(folder: Path) -> list[DeviceRecord]:
     if (folder / DEVICES).exists():
         return [_record(fields) for fields in json_of((folder / DEVICES).read_bytes())]
-    return _of_sqlite(folder / SQLITE).devices if (folder / SQLITE).exists() else []
+    return _of_sqlite(folder / SQLITE).devices
 
 
 def _record(fields: Mapping[str, Any]) -> DeviceRecord:
@@ -216,9 +216,11 @@ def _events(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_sqlite(path: Path) -> HistorySnapshot:
-    """Read the history of a server of an earlier version."""
+    """Read the history of a server of an earlier version, if there is one."""
     import sqlite3
 
+    if not path.exists():
+        return HistorySnapshot(state={}, devices=[], events=[])
     # A server that was killed leaves a -wal file. Without one, immutable avoids creating any file.
     mode = "" if path.with_name(f"{SQLITE}-wal").exists() else "&immutable=1"
     try:

@@ -50,10 +50,9 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     check_run(folder)
     now = time.time() if now is None else now
     server, snapshot = read_server_state(folder, now=now), run_history.read(folder)
-    state = {} if snapshot is None else snapshot.state
-    order = read_order(folder)
-    devices = [] if snapshot is None else [_device(one, server, now) for one in snapshot.devices]
-    is_finished = not server.is_up and snapshot is not None and _is_finished(snapshot)
+    state, order = snapshot.state, read_order(folder)
+    devices = [_device(one, server, now) for one in snapshot.devices]
+    is_finished = not server.is_up and _is_finished(snapshot)
     return {
         "is_up": server.is_up,
         "is_finished": is_finished,
@@ -71,7 +70,7 @@ def read_status(folder: Path, *, now: float | None = None) -> dict[str, Any]:
         "awaited_seconds": state.get("awaited_seconds") if server.is_up else None,
         "history_failures": state.get("num_failures"),
         "last_round": _format_times(state.get("last_round") or {}) or None,
-        "events": [] if snapshot is None else [_format_times(event) for event in snapshot.events],
+        "events": [_format_times(event) for event in snapshot.events],
         **status_fields(folder),
         "num_connected": sum(device["is_connected"] for device in devices),
         "devices": devices,

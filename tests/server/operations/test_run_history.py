@@ -16,7 +16,6 @@ from headwater.server.operations.run_history import (
     EVENTS,
     SQLITE,
     STATE,
-    HistorySnapshot,
     HistoryWriter,
     read,
     round_figures,
@@ -31,16 +30,10 @@ def writer(folder: Path, *devices: DeviceRecord) -> HistoryWriter:
     return HistoryWriter(folder, records)
 
 
-def found_in(folder: Path) -> HistorySnapshot:
-    found = read(folder)
-    assert found is not None
-    return found
-
-
 def test_a_round_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     given = row(1, "a", loss=math.nan, masked_clients=[masked("b")])
     writer(tmp_path).write({"last_round": round_figures(given, ended_at=5.0)})
-    last = found_in(tmp_path).state["last_round"]
+    last = read(tmp_path).state["last_round"]
     shown = {key: last[key] for key in ("round", "ended_at", "loss", "k_min", "k_max")}
     # JSON has no NaN.
     assert shown == {"round": 1, "ended_at": 5.0, "loss": None, "k_min": 2, "k_max": 5}
@@ -57,7 +50,7 @@ def test_devices_are_read_back_and_written_only_after_a_change(tmp_path: Path) -
     assert not (tmp_path / DEVICES).exists()
     device.refusal_code = "LateUpdate"
     history.write({}, is_last=True)
-    assert found_in(tmp_path).devices == [DeviceRecord(name="other"), device]
+    assert read(tmp_path).devices == [DeviceRecord(name="other"), device]
     records = DeviceRecords()
     HistoryWriter(tmp_path, records).write({})
     assert records.devices() == [DeviceRecord(name="other"), device]
@@ -69,7 +62,7 @@ def test_events_are_read_newest_first_with_the_latest_state(tmp_path: Path) -> N
         history.add_event(kind, "because")
     history.write({"round": 1})
     history.write({"round": 2, "stands": "paused"})
-    found = found_in(tmp_path)
+    found = read(tmp_path)
     assert [event["kind"] for event in found.events] == ["paused", "started"]
     assert found.state == {"round": 2, "stands": "paused", "num_failures": 0}
 
@@ -82,7 +75,7 @@ def test_damaged_devices_are_renamed_by_the_server_and_an_error_to_a_reader(
     with pytest.raises(StateError, match="cannot be read"):
         read(tmp_path)
     writer(tmp_path).write({})
-    assert [event["kind"] for event in found_in(tmp_path).events] == ["put aside"]
+    assert [event["kind"] for event in read(tmp_path).events] == ["put aside"]
     (aside,) = tmp_path.glob(f"{DEVICES}.*")
     assert b"no" in aside.read_bytes()
 
@@ -90,7 +83,7 @@ def test_damaged_devices_are_renamed_by_the_server_and_an_error_to_a_reader(
 def test_what_a_newer_version_records_of_a_device_is_ignored(tmp_path: Path) -> None:
     writer(tmp_path, DeviceRecord(name="pi")).write({})
     (tmp_path / DEVICES).write_text('[{"name": "pi", "later": 1}]')
-    assert found_in(tmp_path).devices == [DeviceRecord(name="pi")]
+    assert read(tmp_path).devices == [DeviceRecord(name="pi")]
 
 
 def test_an_event_that_a_crash_cut_off_is_skipped_and_hides_no_other(tmp_path: Path) -> None:
@@ -100,11 +93,11 @@ def test_an_event_that_a_crash_cut_off_is_skipped_and_hides_no_other(tmp_path: P
         history.write({})
         with (tmp_path / EVENTS).open("ab") as file:
             file.write(b'{"at": 1.0, "ki')
-    assert [event["detail"] for event in found_in(tmp_path).events] == ["2", "1", "0"]
+    assert [event["detail"] for event in read(tmp_path).events] == ["2", "1", "0"]
 
 
-def test_a_folder_without_a_history_reads_as_none(tmp_path: Path) -> None:
-    assert read(tmp_path) is None
+def test_a_folder_without_a_history_reads_as_empty(tmp_path: Path) -> None:
+    assert read(tmp_path).state == {}
 
 
 def test_a_history_keeps_a_limited_number_of_events(
@@ -142,7 +135,7 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def test_the_history_of_an_earlier_version_is_read(earlier: Path) -> None:
-    found = found_in(earlier)
+    found = read(earlier)
     assert found.devices == [DeviceRecord(name="pi", is_connected=True, battery=0.5, bytes_up=7)]
     assert [event["kind"] for event in found.events] == ["ended", "started"]
     last = {"round": 9, "loss": 0.5, "metrics": {"test_accuracy": 1}}
@@ -152,7 +145,7 @@ def test_the_history_of_an_earlier_version_is_read(earlier: Path) -> None:
 def test_the_device_records_of_an_earlier_version_are_taken_over_once(earlier: Path) -> None:
     for _ in range(2):
         writer(earlier).write({})
-        assert found_in(earlier).devices == [DeviceRecord(name="pi", battery=0.5, bytes_up=7)]
+        assert read(earlier).devices == [DeviceRecord(name="pi", battery=0.5, bytes_up=7)]
 
 
 def test_a_damaged_history_of_an_earlier_version_is_left_and_noted(tmp_path: Path) -> None:
@@ -160,5 +153,5 @@ def test_a_damaged_history_of_an_earlier_version_is_left_and_noted(tmp_path: Pat
     with pytest.raises(StateError, match="cannot be read"):
         read(tmp_path)
     writer(tmp_path).write({})
-    assert found_in(tmp_path).events[0]["detail"].startswith(SQLITE)
+    assert read(tmp_path).events[0]["detail"].startswith(SQLITE)
     assert (tmp_path / STATE).exists()

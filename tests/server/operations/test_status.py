@@ -41,7 +41,7 @@ def write(
     folder: Path, *devices: DeviceRecord, events: Sequence[tuple[str, str]] = (), **state: Any
 ) -> None:
     """Write a history, or add to it."""
-    records, before = DeviceRecords(), read(folder)
+    records = DeviceRecords()
     for device in devices:
         record = records.get(device.name)
         for name in COLUMNS:
@@ -49,7 +49,7 @@ def write(
     history = HistoryWriter(folder, records)
     for event in events:
         history.add_event(*event)
-    history.write({**(before.state if before else {}), **state}, is_last=True)
+    history.write({**read(folder).state, **state}, is_last=True)
 
 
 @pytest.fixture
