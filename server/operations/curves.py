@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.common.run_scope import PREFIX
@@ -28,16 +27,6 @@ MAX_NAME_CHARACTERS = 34
 # A logarithmic axis for a smaller range has ticks that are hard to read.
 MIN_LOG_RATIO, MAX_LOG_RATIO = 5.0, 1e12
 TIME_UNITS = (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0), ("seconds", 1.0))
-
-
-def draw_curves(rows: Sequence[Row], path: Path, *, task: str | None = None) -> None:
-    """Draw the ``curves`` into a PNG file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    curves(rows, task=task).savefig(path, dpi=120)
 
 
 def curves(rows: Sequence[Row], *, task: str | None = None) -> Figure:
@@ -82,8 +71,7 @@ def run_title(rows: Sequence[Row], task: str | None) -> str:
 
 def _draw_loss(axes: Any, rows: Sequence[Row]) -> None:
     _draw_losses(axes, rows, _rounds(rows))
-    axes.set(title="loss per unit of weight")
-    _by_round(axes)
+    _by_round(axes, "loss per unit of weight")
 
 
 def _draw_loss_over_time(axes: Any, rows: Sequence[Row]) -> None:
@@ -114,8 +102,7 @@ def _draw_metrics(axes: Any, rows: Sequence[Row]) -> None:
     for name in names[:MAX_METRICS]:
         _plot_metric(axes, rows, _rounds(rows), name, _label(name.replace("_", " ")))
     more = f" ({MAX_METRICS} of {len(names)})" if len(names) > MAX_METRICS else ""
-    axes.set(title=f"metrics{more}")
-    _by_round(axes)
+    _by_round(axes, f"metrics{more}")
     axes.legend(frameon=False, fontsize="small")
 
 
@@ -138,8 +125,8 @@ def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
     else:
         axes.fill_between(at, low, high, alpha=0.3, label="K, min to max")
         _plot(axes, at, means, "K, mean")
-    axes.set(title="accumulation steps per device", ylim=(0, 1.3 * max(*high, 1)))
-    _by_round(axes)
+    axes.set_ylim(0, 1.3 * max(*high, 1))
+    _by_round(axes, "accumulation steps per device")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="upper right", ncols=2)
 
@@ -152,9 +139,8 @@ def _draw_batch(axes: Any, rows: Sequence[Row]) -> None:
         known = [row.get("noise_scale") for row in rows]
         scale = [math.nan if value is None else value for value in known]
         _plot(axes, _rounds(rows), scale, "noise scale")
-    axes.set(title="weight per round")
     scale_if_far_apart(axes)
-    _by_round(axes)
+    _by_round(axes, "weight per round")
     axes.legend(frameon=False)
 
 
@@ -171,8 +157,8 @@ def _draw_left_out(axes: Any, rows: Sequence[Row]) -> None:
     _plot(axes, _rounds(rows), examples, "examples")
     if any(devices):
         _plot(axes, _rounds(rows), devices, "devices: too slow, lost or refused")
-    axes.set(title="left out per round", ylim=(0, max(*examples, *devices, 1) * 1.3))
-    _by_round(axes)
+    axes.set_ylim(0, max(*examples, *devices, 1) * 1.3)
+    _by_round(axes, "left out per round")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="upper left")
 
@@ -181,9 +167,8 @@ def _draw_spent(axes: Any, rows: Sequence[Row]) -> None:
     epsilons = [math.nan if row.get("epsilon") is None else row["epsilon"] for row in rows]
     _plot(axes, _rounds(rows), epsilons, "epsilon")
     unit = rows[-1].get("privacy_unit") or "device"
-    axes.set(title=f"privacy spent by each {unit}, at delta {rows[-1].get('delta') or 0:g}")
     axes.set_ylim(bottom=0)
-    _by_round(axes)
+    _by_round(axes, f"privacy spent by each {unit}, at delta {rows[-1].get('delta') or 0:g}")
 
 
 def _num_left_out(row: Row) -> int:
@@ -208,9 +193,8 @@ def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
         _plot(axes, _rounds(rows), found, _label(name))
     if others:
         _draw_others(axes, _rounds(rows), [seconds[name] for name in others])
-    axes.set(title="seconds per device")
     scale_if_far_apart(axes)
-    _by_round(axes)
+    _by_round(axes, "seconds per device")
     # The legend has the upper part of the panel to itself.
     (low, high), room = axes.get_ylim(), 0.15 * len(axes.get_lines())
     is_log = axes.get_yscale() == "log"
@@ -302,10 +286,10 @@ def scale_if_far_apart(axes: Any) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _by_round(axes: Any) -> None:
+def _by_round(axes: Any, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(xlabel="round")
+    axes.set(title=title, xlabel="round")
     first, last = axes.dataLim.intervalx
     if first == last:
         axes.set_xlim(first - 1, last + 1)
@@ -350,19 +334,15 @@ def _has_left_out(rows: Sequence[Row]) -> bool:
     )
 
 
-def _always(rows: Sequence[Row]) -> bool:
-    return True
-
-
 Draw = Callable[[Any, Sequence[Row]], None]
 PANELS: tuple[tuple[Draw, Callable[[Sequence[Row]], bool]], ...] = (
     (_draw_loss, _has_loss),
     (_draw_loss_over_time, _has_loss),
     (_draw_metrics, lambda rows: bool(_metric_names(rows))),
     (_draw_left_out, _has_left_out),
-    (_draw_seconds, _always),
-    (_draw_share, _always),
-    (_draw_steps, _always),
-    (_draw_batch, _always),
+    (_draw_seconds, bool),
+    (_draw_share, bool),
+    (_draw_steps, bool),
+    (_draw_batch, bool),
 )
 """The panels, and whether each has something to show."""

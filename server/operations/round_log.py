@@ -18,7 +18,7 @@ from headwater.common.errors import RunFolderGone, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder, write_atomically
-from headwater.server.operations.curves import draw_curves
+from headwater.server.operations.curves import curves
 from headwater.server.operations.log_limits import (
     RowsFile,
     older_file,
@@ -352,6 +352,6 @@ def _draw(folder: Path, task: str | None) -> None:
         log.warning("no curves.png: pip install 'headwater[server]' draws one")
         return
     try:
-        draw_curves(rows, folder / CURVES, task=task)
+        curves(rows, task=task).savefig(folder / CURVES, dpi=120)
     except (ArithmeticError, ValueError) as error:
         log.warning("no %s: %s", CURVES, error)
