@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -39,19 +38,31 @@ LENGTH, TEXT = "num_steps", "texts"
 Column = NDArray[np.float64] | NDArray[np.int64]
 
 
+Contents = tuple[Mapping[str, Column], Mapping[str, Sequence[str]]]
+"""The columns, and the different texts of each name in ``TEXTS``, of which its column has indices.
+
+A column has an entry for each client, one of the ``LISTS`` one for each of their entries."""
+
+
 class ClientTable(Sequence[Mapping[str, Any]]):
     """A round's clients: a sequence of their figures by name, kept as columns.
 
     A number that is unknown, or not finite, is NaN in a column and None in a client's figures.
     """
 
-    def __init__(self, columns: Mapping[str, Column], texts: Mapping[str, Sequence[str]]) -> None:
-        """``columns`` have an entry for each client, the ``LISTS`` one for each of their entries.
+    def __init__(self, num_clients: int, read: Callable[[], Contents]) -> None:
+        """``read`` is called when somebody looks into the table."""
+        self._num_clients = num_clients
+        self._read = read
 
-        The ``texts`` are the different ones of each name in ``TEXTS``, and its column the index.
-        """
-        self.columns = columns
-        self._texts = texts
+    @cached_property
+    def _contents(self) -> Contents:
+        return self._read()
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The columns by name."""
+        return self._contents[0]
 
     @staticmethod
     def of(figures: Mapping[str, Figure]) -> ClientTable:
@@ -66,12 +77,12 @@ class ClientTable(Sequence[Mapping[str, Any]]):
             else:
                 kind = np.float64 if name in LISTS else None
                 columns[name] = np.array(values, dtype=kind)
-        return ClientTable(columns, texts)
+        return ClientTable(len(columns["name"]), lambda: (columns, texts))
 
     def column(self, name: str) -> Sequence[Any]:
         """Return one figure of all clients, as Python has it."""
         if name in TEXTS:
-            known = self._texts[name]
+            known = self._contents[1][name]
             return [known[at] for at in self.columns[name].tolist()]
         plain = without_nan(self.columns[name])
         if name not in LISTS:
@@ -81,29 +92,11 @@ class ClientTable(Sequence[Mapping[str, Any]]):
 
     def to_bytes(self) -> bytes:
         """Return the table as it is stored."""
-        texts = np.frombuffer(json.dumps(self._texts).encode(), dtype=np.uint8)
+        texts = np.frombuffer(json.dumps(self._contents[1]).encode(), dtype=np.uint8)
         return zlib.compress(save({**self.columns, TEXT: texts}), LEVEL)
 
-    @staticmethod
-    def of_bytes(data: bytes) -> ClientTable:
-        """Return the table that ``to_bytes`` gave.
-
-        Raises:
-            ValueError: the bytes are of no table.
-        """
-        try:
-            stream = zlib.decompressobj()
-            content = stream.decompress(data, MAX_BYTES)
-            if not stream.eof:
-                raise ValueError(f"no table of clients: it is cut off, or beyond {MAX_BYTES:,} B")
-            columns = load(content)
-            texts = json_of(columns.pop(TEXT).tobytes())
-        except (zlib.error, SafetensorError, KeyError) as error:
-            raise ValueError(f"no table of clients: {error}") from error
-        return ClientTable(columns, texts)
-
     def __len__(self) -> int:
-        return len(self.columns["name"])
+        return self._num_clients
 
     @overload
     def __getitem__(self, at: int) -> Mapping[str, Any]: ...
@@ -128,50 +121,43 @@ def without_nan(column: Column) -> list[Any]:
     return plain
 
 
-@dataclass(frozen=True)
-class StoredTable(Sequence[Mapping[str, Any]]):
-    """A table that is read from its file when somebody looks into it."""
+def stored_table(file: Path, place: Mapping[str, int]) -> ClientTable:
+    """Return the table at a place in a file, as its row's line says; it is read when it is needed.
 
-    file: Path
-    place: Mapping[str, int]
-    """Where it is, as its row's line says."""
+    Raises, when it is read:
+        StateError: it cannot be read.
+    """
 
-    @cached_property
-    def table(self) -> ClientTable:
-        """The table.
-
-        Raises:
-            StateError: it cannot be read.
-        """
+    def read() -> Contents:
+        at, length = place["at"], place["num_bytes"]
         try:
-            with self.file.open("rb") as file:
-                at, length = self.place["at"], self.place["num_bytes"]
-                if at + length > self.file.stat().st_size:
+            with file.open("rb") as tables:
+                if at + length > file.stat().st_size:
                     raise ValueError(f"it has no table of {length:,} B at {at:,}")
-                file.seek(at)
-                table = ClientTable.of_bytes(file.read(length))
-            if len(table) != len(self):
-                raise ValueError(f"a table of {len(table)} clients, and {len(self)} in its line")
+                tables.seek(at)
+                columns, texts = _contents_of(tables.read(length))
+            if (number := len(columns["name"])) != place["num_clients"]:
+                raise ValueError(
+                    f"a table of {number} clients, and {place['num_clients']} in its line"
+                )
         except (OSError, ValueError) as error:
             raise StateError(
-                f"the clients' figures in {self.file}: {error}",
+                f"the clients' figures in {file}: {error}",
                 remedy="restore the file; what rounds have in common is in rounds.jsonl",
             ) from error
-        return table
+        return columns, texts
 
-    def column(self, name: str) -> Sequence[Any]:
-        """Return one figure of all clients."""
-        return self.table.column(name)
+    return ClientTable(place["num_clients"], read)
 
-    def __len__(self) -> int:
-        return self.place["num_clients"]
 
-    @overload
-    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-        return self.table[at]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.table)
+def _contents_of(data: bytes) -> Contents:
+    """Return the contents of the table whose ``to_bytes`` these are; ValueError if of none."""
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(data, MAX_BYTES)
+        if not stream.eof:
+            raise ValueError(f"no table of clients: it is cut off, or beyond {MAX_BYTES:,} B")
+        columns = load(content)
+        return columns, json_of(columns.pop(TEXT).tobytes())
+    except (zlib.error, SafetensorError, KeyError) as error:
+        raise ValueError(f"no table of clients: {error}") from error

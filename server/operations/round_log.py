@@ -293,9 +293,9 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     for line in _lines_of(path):
         row = row_of_line(line)
         if isinstance(row["clients"], dict):
-            from headwater.server.operations.client_table import StoredTable
+            from headwater.server.operations.client_table import stored_table
 
-            row["clients"] = StoredTable(tables_beside(path), row["clients"])
+            row["clients"] = stored_table(tables_beside(path), row["clients"])
         yield row
 
 

@@ -194,7 +194,7 @@ def test_what_is_not_finite_is_none_for_a_client_and_nan_in_a_column(tmp_path: P
     simulate(tmp_path, simulation={"compute": "vectorised"})
     stored: Any = next(rows_in(tmp_path))["clients"]
     assert stored[0]["step_gradient_norm"][0] is not None
-    variance = stored.table.columns["gradient_variance"]
+    variance = stored.columns["gradient_variance"]
     plain = [value for client in stored for value in client["gradient_variance"]]
     assert [math.isnan(value) for value in variance] == [value is None for value in plain]
     assert np.isnan(variance).any()
