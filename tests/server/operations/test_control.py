@@ -15,11 +15,11 @@ from headwater.common.messages import DeviceReport, Plan, ReadyReport, Step, Upd
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
-from headwater.server.operations import control, orders, run_history
+from headwater.server.operations import control, orders
 from headwater.server.operations.control import FIRST_NOTICE_SECONDS, LongWaitNotice, RunControl
 from headwater.server.operations.orders import Order
 from headwater.server.operations.round_log import RoundLog
-from headwater.server.operations.run_history import MAX_QUEUED
+from headwater.server.operations.run_history import EVENTS, MAX_QUEUED, HistorySnapshot, read
 from headwater.server.operations.run_lock import read_server_state
 from headwater.server.rounds.observer import Drained
 from headwater.server.rounds.open_round import OpenRound
@@ -53,11 +53,8 @@ class ControlledRun:
     def wait_for(self, *verbs: str) -> None:
         until(lambda: self.orders == list(verbs), what=lambda: f"{self.orders}")
 
-    def snapshot(self) -> run_history.HistorySnapshot:
-        return run_history.read(self.folder)
-
-    def until_written(self, is_so: Callable[[run_history.HistorySnapshot], bool]) -> None:
-        until(lambda: is_so(run_history.read(self.folder)), what=lambda: "the history")
+    def until_written(self, is_so: Callable[[HistorySnapshot], bool]) -> None:
+        until(lambda: is_so(read(self.folder)), what=lambda: "the history")
 
 
 @pytest.fixture
@@ -176,7 +173,7 @@ def test_events_of_the_rounds_are_written(run: ControlledRun) -> None:
     run.until_written(
         lambda found: found.state.get("stands") == "waiting" and len(found.devices) == 2
     )
-    found = run.snapshot()
+    found = read(run.folder)
     late, device = found.devices
     assert (late.name, late.refusal_code) == ("late", "NonFiniteUpdate")
     assert (device.accumulation_steps, device.quota, device.seconds) == (3, 20, 2.0)
@@ -213,7 +210,7 @@ def test_the_end_is_written_and_the_folder_unlocked(tmp_path: Path) -> None:
     assert read_server_state(tmp_path).is_well
     run.control.stop("drained")
     assert not read_server_state(tmp_path).is_up
-    found = run.snapshot()
+    found = read(run.folder)
     assert found.events[0]["kind"] == "ended"
     assert found.events[0]["detail"] == "drained"
     assert found.state.get("stands") == "ended"
@@ -229,15 +226,15 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = ControlledRun(tmp_path)
-    (tmp_path / run_history.EVENTS).mkdir()  # acts like a failing disk on the writer
+    (tmp_path / EVENTS).mkdir()  # acts like a failing disk on the writer
     with caplog.at_level(logging.WARNING):
         run.control.start({})
         until(lambda: run.control.num_failures >= 2, what=lambda: "failures")
         run.control.on_round(row(1, "pi"))
         assert run.control.may_begin()
-        (tmp_path / run_history.EVENTS).rmdir()
+        (tmp_path / EVENTS).rmdir()
         run.until_written(lambda found: found.state.get("last_round") is not None)
-    assert [event["kind"] for event in run.snapshot().events] == ["started"]
+    assert [event["kind"] for event in read(run.folder).events] == ["started"]
     run.control.stop("done")
     assert caplog.text.count("is not written") == 1
 
@@ -251,7 +248,7 @@ def test_a_resumed_run_shows_the_last_round_up_to_its_checkpoint(tmp_path: Path)
     run = ControlledRun(tmp_path, round_number=2)
     run.control.start({})
     run.control.stop("done")
-    assert run.snapshot().state["last_round"]["round"] == 2
+    assert read(run.folder).state["last_round"]["round"] == 2
 
 
 def test_entries_waiting_for_a_disk_are_bounded_and_lost_ones_counted(tmp_path: Path) -> None:
