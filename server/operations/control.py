@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from headwater.common.system.json_logs import FIELDS
 from headwater.common.wording import duration_text, names_text
 from headwater.server.operations import orders
 from headwater.server.operations.orders import Order, read_order, run_state
-from headwater.server.operations.round_log import read_rows
+from headwater.server.operations.round_log import rows_in
 from headwater.server.operations.run_history import HistoryWriter, round_figures
 from headwater.server.operations.run_lock import FOLLOWS_QUEUE, RunLock
 from headwater.server.rounds.observer import Drained, Observer
@@ -140,9 +141,9 @@ class RunControl(Observer):
         self._thread.start()
 
     def _read_last_round(self) -> None:
-        rows = [row for row in read_rows(self._folder) if row["round"] <= self.round]
-        if rows:
-            self._last_round = round_figures(rows[-1], ended_at=None)
+        rows = (row for row in rows_in(self._folder) if row["round"] <= self.round)
+        for row in deque(rows, maxlen=1):
+            self._last_round = round_figures(row, ended_at=None)
 
     def stop(self, reason: str) -> None:
         """Write the remaining history and unlock the folder."""

@@ -99,7 +99,7 @@ class HistoryWriter:
         """
         try:
             work()
-        except OSError as error:
+        except (OSError, StateError) as error:
             self.num_failures += 1
             if not self._is_failing and self._folder.exists():
                 self._is_failing = True
@@ -159,10 +159,10 @@ def round_figures(row: RoundRow | Mapping[str, Any], *, ended_at: float | None) 
     return {
         **{name: field_of(row, name) for name in ROW_KEYS},
         "ended_at": ended_at,
-        "wait_seconds": field_of(row, "seconds_split").get("wait", 0.0),
+        "wait_seconds": (field_of(row, "seconds_split") or {}).get("wait", 0.0),
         "k_min": min(steps, default=None),
         "k_max": max(steps, default=None),
-        "num_refused": len(field_of(row, "refused")),
+        "num_refused": len(field_of(row, "refused") or ()),
         "metrics": field_of(row, "metrics"),
     }
 
