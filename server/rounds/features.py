@@ -7,13 +7,14 @@ these moments alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import FeatureMissing, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.named_objects import part_of
@@ -277,8 +278,9 @@ def trackers(settings: Settings) -> list[Observer]:
     """
     found: list[Observer] = []
     if settings.out is not None:
-        module = part_of("headwater.server.tracking.tensorboard_tracker")
-        found.append(module.TensorboardTracker())
+        with suppress(FeatureMissing):  # nobody asked for the log: a run does without it
+            module = part_of("headwater.server.tracking.tensorboard_tracker")
+            found.append(module.TensorboardTracker())
     if settings.track not in (None, "tensorboard"):
         found.append(part_of("headwater.server.tracking.trackers").tracker(settings.track))
     return found

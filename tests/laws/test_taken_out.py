@@ -51,7 +51,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def test_every_feature_can_be_taken_out() -> None:
-    assert ROOMS.keys() - FLAGS.keys() == ALWAYS
+    assert ROOMS.keys() - FLAGS.keys() <= ALWAYS
 
 
 def copy_without(feature: str, target: Path) -> Path:
