@@ -262,7 +262,9 @@ def removal_named(folder: Path | None) -> Iterator[None]:
 
 
 def _has_lost_file(error: BaseException | None, folder: Path) -> bool:
-    while error is not None:
+    seen = set[int]()  # a cause may be in a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         name = error.filename if isinstance(error, FileNotFoundError) else None
         if name is not None and Path(os.fsdecode(name)).is_relative_to(folder):
             return True
