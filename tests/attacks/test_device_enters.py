@@ -5,7 +5,6 @@ An honest device takes part at the same time; the model equals that of a run wit
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -84,49 +83,39 @@ def the_name(name: str) -> Attack:
         (the_name("\N{LATIN SMALL LETTER E WITH ACUTE}"), "IdentityRefused"),
     ],
 )
-def test_a_refused_device_gets_the_reason_and_is_counted(
+async def test_a_refused_device_gets_the_reason_and_is_counted(
     attack: Attack, code: str, model: bytes
 ) -> None:
-    async def play() -> None:
-        async with cohort("honest") as (run, honest):
-            await honest.describe()
-            plan = await honest.plan()
-            async with RawDevice(run.port) as attacker:
-                await attack(attacker)
-                assert await attacker.refused() == code
-            assert run.refusals == {code: 1}
-            await honest.update(plan)
-            await run.end()
-            assert run.model() == model
-
-    asyncio.run(play())
+    async with cohort("honest") as (run, honest):
+        await honest.describe()
+        plan = await honest.plan()
+        async with RawDevice(run.port) as attacker:
+            await attack(attacker)
+            assert await attacker.refused() == code
+        assert run.refusals == {code: 1}
+        await honest.update(plan)
+        await run.end()
+        assert run.model() == model
 
 
-def test_a_silent_device_is_refused(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_device_is_refused(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.server.transport.stream.HELLO_SECONDS", 0.1)
+    async with cohort("honest") as (run, honest), RawDevice(run.port) as silent:
+        await honest.describe()
+        assert await silent.refused() == "ProtocolMismatch"
+        await be_honest(run, honest)
+        assert run.model() == model
 
-    async def play() -> None:
-        async with cohort("honest") as (run, honest), RawDevice(run.port) as silent:
-            await honest.describe()
-            assert await silent.refused() == "ProtocolMismatch"
+
+async def test_a_frame_over_the_limit_ends_the_stream(model: bytes) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await honest.describe()
+        await attacker.describe()
+        await attacker.plan()
+        await attacker.send_bytes(b"\0" * (MAX_FRAME_BYTES + 1))
+        await attacker.end()
+        async with RawDevice(run.port) as again:
+            await again.enter()
+            await again.send(leave=Leave())
             await be_honest(run, honest)
-            assert run.model() == model
-
-    asyncio.run(play())
-
-
-def test_a_frame_over_the_limit_ends_the_stream(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await honest.describe()
-            await attacker.describe()
-            await attacker.plan()
-            await attacker.send_bytes(b"\0" * (MAX_FRAME_BYTES + 1))
-            await attacker.end()
-            async with RawDevice(run.port) as again:
-                await again.enter()
-                await again.send(leave=Leave())
-                await be_honest(run, honest)
-            assert run.model() == model
-
-    asyncio.run(play())
+        assert run.model() == model

@@ -118,60 +118,51 @@ UPDATES = {
 
 
 @pytest.mark.parametrize(("attack", "code"), UPDATES.values(), ids=UPDATES.keys())
-def test_a_hostile_update_is_refused_and_the_round_continues(
+async def test_a_hostile_update_is_refused_and_the_round_continues(
     attack: UpdateAttack, code: str, model: bytes
 ) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            await attack(attacker, await attacker.plan())
-            # The server has read the attack before the round can close.
-            await attacker.next_of("fault", "receipt")
-            await be_honest(run, honest)
-            row = run.rows[0]
-            assert row.refused["attacker"].startswith(code)
-            assert [client.name for client in row.clients] == ["honest"]
-            assert run.model() == model
-            assert run.servicer.staged_bytes == 0
-
-    asyncio.run(play())
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        await attack(attacker, await attacker.plan())
+        # The server has read the attack before the round can close.
+        await attacker.next_of("fault", "receipt")
+        await be_honest(run, honest)
+        row = run.rows[0]
+        assert row.refused["attacker"].startswith(code)
+        assert [client.name for client in row.clients] == ["honest"]
+        assert run.model() == model
+        assert run.servicer.staged_bytes == 0
 
 
-def test_a_chunk_without_an_announced_reply_is_ignored(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            plan = await attacker.plan()
-            await attacker.chunk(Instruction(message_id="nobody's"), 0, b"data")
-            await attacker.chunk(plan, 0, VECTOR)
-            await attacker.update(plan, num_examples=9)
-            await attacker.next_of("receipt")
-            await be_honest(run, honest)
-            assert run.rows[0].refused["attacker"].startswith("CountOutOfRange")
-            assert run.model() == model
-
-    asyncio.run(play())
+async def test_a_chunk_without_an_announced_reply_is_ignored(model: bytes) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        plan = await attacker.plan()
+        await attacker.chunk(Instruction(message_id="nobody's"), 0, b"data")
+        await attacker.chunk(plan, 0, VECTOR)
+        await attacker.update(plan, num_examples=9)
+        await attacker.next_of("receipt")
+        await be_honest(run, honest)
+        assert run.rows[0].refused["attacker"].startswith("CountOutOfRange")
+        assert run.model() == model
 
 
-def test_an_unrequested_reply_is_refused(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            plan = await attacker.plan()
-            unasked = Instruction(message_id="unasked", head_json=plan.head_json)
-            await attacker.update(unasked)
-            fault = await attacker.fault()
-            assert (fault.message_id, fault.code) == ("unasked", "UnexpectedUpdate")
-            await attacker.send(leave=Leave())
-            await be_honest(run, honest)
-            assert run.refusals == {"UnexpectedUpdate": 1}
-            assert run.rows[0].refused["attacker"].startswith("ConnectionLost")
-            assert run.model() == model
-
-    asyncio.run(play())
+async def test_an_unrequested_reply_is_refused(model: bytes) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        plan = await attacker.plan()
+        unasked = Instruction(message_id="unasked", head_json=plan.head_json)
+        await attacker.update(unasked)
+        fault = await attacker.fault()
+        assert (fault.message_id, fault.code) == ("unasked", "UnexpectedUpdate")
+        await attacker.send(leave=Leave())
+        await be_honest(run, honest)
+        assert run.refusals == {"UnexpectedUpdate": 1}
+        assert run.rows[0].refused["attacker"].startswith("ConnectionLost")
+        assert run.model() == model
 
 
 def test_a_replayed_update_counts_once() -> None:
@@ -194,169 +185,141 @@ def test_a_replayed_update_counts_once() -> None:
     assert asyncio.run(play(is_replayed=True)) == once
 
 
-def test_an_update_of_the_last_round_does_not_count_in_the_next() -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest", rounds=2) as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            first = await attacker.plan()
-            await attacker.update(first)
-            await honest.update(await honest.plan())
-            second = await attacker.plan()
-            await attacker.update(first)
-            assert (await attacker.fault()).code == "UnexpectedUpdate"
-            await attacker.reply(second, head_of(first, "attacker"), VECTOR)
-            await be_honest(run, honest)
-            assert run.rows[1].refused["attacker"].startswith("UnexpectedUpdate")
-
-    asyncio.run(play())
+async def test_an_update_of_the_last_round_does_not_count_in_the_next() -> None:
+    async with cohort("attacker", "honest", rounds=2) as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        first = await attacker.plan()
+        await attacker.update(first)
+        await honest.update(await honest.plan())
+        second = await attacker.plan()
+        await attacker.update(first)
+        assert (await attacker.fault()).code == "UnexpectedUpdate"
+        await attacker.reply(second, head_of(first, "attacker"), VECTOR)
+        await be_honest(run, honest)
+        assert run.rows[1].refused["attacker"].startswith("UnexpectedUpdate")
 
 
-def test_an_update_after_the_deadline_is_refused_as_late(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("late", "honest", deadline=1.0) as (run, late, honest):
-            await late.describe()
-            await honest.describe()
-            plan = await late.plan()
-            await honest.update(await honest.plan())
-            fault = await late.fault()
-            assert (fault.message_id, fault.code) == (plan.message_id, "LateUpdate")
-            await run.end()
-            assert run.rows[0].refused["late"].startswith("LateUpdate")
-            assert run.model() == model
-
-    asyncio.run(play())
+async def test_an_update_after_the_deadline_is_refused_as_late(model: bytes) -> None:
+    async with cohort("late", "honest", deadline=1.0) as (run, late, honest):
+        await late.describe()
+        await honest.describe()
+        plan = await late.plan()
+        await honest.update(await honest.plan())
+        fault = await late.fault()
+        assert (fault.message_id, fault.code) == (plan.message_id, "LateUpdate")
+        await run.end()
+        assert run.rows[0].refused["late"].startswith("LateUpdate")
+        assert run.model() == model
 
 
-def test_a_stalled_upload_is_rejected(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("slow", "honest", reconnect_seconds=0.5) as (run, slow, honest):
-            await slow.describe()
-            await honest.describe()
-            plan = await slow.plan()
-            await slow.reply(plan, head_of(plan, "slow"), b"", num_bytes=len(VECTOR))
-            await slow.chunk(plan, 0, VECTOR[:20])
-            assert (await slow.fault()).code == "LateUpdate"
-            await be_honest(run, honest)
-            assert run.model() == model
-
-    asyncio.run(play())
+async def test_a_stalled_upload_is_rejected(model: bytes) -> None:
+    async with cohort("slow", "honest", reconnect_seconds=0.5) as (run, slow, honest):
+        await slow.describe()
+        await honest.describe()
+        plan = await slow.plan()
+        await slow.reply(plan, head_of(plan, "slow"), b"", num_bytes=len(VECTOR))
+        await slow.chunk(plan, 0, VECTOR[:20])
+        assert (await slow.fault()).code == "LateUpdate"
+        await be_honest(run, honest)
+        assert run.model() == model
 
 
-def test_a_device_that_floods_the_server_without_reading_is_disconnected(
+async def test_a_device_that_floods_the_server_without_reading_is_disconnected(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater.server.transport.stream.MAX_OUTBOX_FRAMES", 50)
+    async with cohort("attacker", "honest", reconnect_seconds=1.0) as (
+        run,
+        attacker,
+        honest,
+    ):
+        await attacker.describe()
+        await honest.describe()
+        await attacker.plan()
+        unasked = Instruction(message_id="u" * 100_000)
 
-    async def play() -> None:
-        async with cohort("attacker", "honest", reconnect_seconds=1.0) as (
-            run,
-            attacker,
-            honest,
+        async def flood() -> None:
+            while True:
+                await attacker.reply(unasked, "", b"")
+
+        flooding = asyncio.create_task(flood())
+        while not run.refusals["ProtocolMismatch"]:
+            await asyncio.sleep(0.01)
+        flooding.cancel()
+        await be_honest(run, honest)
+        assert run.model() == model
+
+
+async def test_a_long_client_error_is_cut_in_the_round_log(model: bytes) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        plan = await attacker.plan()
+        fault = {"message_id": plan.message_id, "code": "c" * 100_000, "text": "t" * 100_000}
+        await attacker.send(fault=fault)
+        await be_honest(run, honest)
+        assert len(json.dumps(run.rows[0].refused)) < 2000
+        assert run.model() == model
+
+
+async def test_two_losses_that_overflow_their_sum_do_not_end_the_evaluation() -> None:
+    names = ("first", "second", "honest")
+    async with cohort(*names, on_devices=True) as (run, *devices):
+        for device in devices:
+            await device.describe()
+        for device in devices:
+            await device.update(await device.plan())
+        for device in devices:
+            instruction = await device.plan()
+            loss = 1.0 if device.name == "honest" else 1.7e308
+            report = {"name": device.name, "weight": 2, "loss_sum": loss}
+            await device.reply(instruction, json.dumps(report))
+        await run.end()
+        assert run.rows[0].metrics["held_out_loss"] == 0.5
+
+
+async def test_a_port_scanner_changes_nothing(model: bytes) -> None:
+    async with serving() as run, RawDevice(run.port, "honest") as honest:
+        await honest.enter()
+        run.begin()
+        await honest.describe()
+        plan = await honest.plan()
+        for noise in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x00\xa5\x01",
+            b"\0" * 4096,
         ):
-            await attacker.describe()
-            await honest.describe()
-            await attacker.plan()
-            unasked = Instruction(message_id="u" * 100_000)
-
-            async def flood() -> None:
-                while True:
-                    await attacker.reply(unasked, "", b"")
-
-            flooding = asyncio.create_task(flood())
-            while not run.refusals["ProtocolMismatch"]:
-                await asyncio.sleep(0.01)
-            flooding.cancel()
-            await be_honest(run, honest)
-            assert run.model() == model
-
-    asyncio.run(play())
+            _, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            writer.write(noise)
+            await writer.drain()
+            writer.close()
+        await honest.update(plan)
+        await run.end()
+        assert run.model() == model
 
 
-def test_a_long_client_error_is_cut_in_the_round_log(model: bytes) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            plan = await attacker.plan()
-            fault = {"message_id": plan.message_id, "code": "c" * 100_000, "text": "t" * 100_000}
-            await attacker.send(fault=fault)
-            await be_honest(run, honest)
-            assert len(json.dumps(run.rows[0].refused)) < 2000
-            assert run.model() == model
-
-    asyncio.run(play())
-
-
-def test_two_losses_that_overflow_their_sum_do_not_end_the_evaluation() -> None:
-    async def play() -> None:
-        names = ("first", "second", "honest")
-        async with cohort(*names, on_devices=True) as (run, *devices):
-            for device in devices:
-                await device.describe()
-            for device in devices:
-                await device.update(await device.plan())
-            for device in devices:
-                instruction = await device.plan()
-                loss = 1.0 if device.name == "honest" else 1.7e308
-                report = {"name": device.name, "weight": 2, "loss_sum": loss}
-                await device.reply(instruction, json.dumps(report))
-            await run.end()
-            assert run.rows[0].metrics["held_out_loss"] == 0.5
-
-    asyncio.run(play())
-
-
-def test_a_port_scanner_changes_nothing(model: bytes) -> None:
-    async def play() -> None:
-        async with serving() as run, RawDevice(run.port, "honest") as honest:
-            await honest.enter()
-            run.begin()
-            await honest.describe()
-            plan = await honest.plan()
-            for noise in (
-                b"",
-                b"GET / HTTP/1.1\r\n\r\n",
-                b"\x16\x03\x01\x00\xa5\x01",
-                b"\0" * 4096,
-            ):
-                _, writer = await asyncio.open_connection("127.0.0.1", run.port)
-                writer.write(noise)
-                await writer.drain()
-                writer.close()
-            await honest.update(plan)
-            await run.end()
-            assert run.model() == model
-
-    asyncio.run(play())
-
-
-def test_a_device_whose_answer_breaks_the_protocol_sits_out_while_others_suffice() -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest", rounds=3) as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            await head_text("{")(attacker, await attacker.plan())
-            for _ in range(3):
-                await honest.update(await honest.plan())
-            await run.end()
-            assert [row.num_invited for row in run.rows] == [2, 1, 1]
-            assert "CorruptUpdate" in run.rows[1].left_out["attacker"]
-
-    asyncio.run(play())
-
-
-def test_a_device_without_which_no_round_can_be_stays_and_its_next_answer_counts() -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest", min_clients=2) as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            await head_text("{")(attacker, await attacker.plan())
+async def test_a_device_whose_answer_breaks_the_protocol_sits_out_while_others_suffice() -> None:
+    async with cohort("attacker", "honest", rounds=3) as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        await head_text("{")(attacker, await attacker.plan())
+        for _ in range(3):
             await honest.update(await honest.plan())
-            await attacker.update(await attacker.plan())  # the aborted round's next attempt
-            await honest.update(await honest.plan())
-            await run.end()
-            (row,) = run.rows
-            assert (row.num_invited, row.num_aborted, row.weight) == (2, 1, 16)
+        await run.end()
+        assert [row.num_invited for row in run.rows] == [2, 1, 1]
+        assert "CorruptUpdate" in run.rows[1].left_out["attacker"]
 
-    asyncio.run(play())
+
+async def test_a_device_without_which_no_round_can_be_stays_and_its_next_answer_counts() -> None:
+    async with cohort("attacker", "honest", min_clients=2) as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        await head_text("{")(attacker, await attacker.plan())
+        await honest.update(await honest.plan())
+        await attacker.update(await attacker.plan())  # the aborted round's next attempt
+        await honest.update(await honest.plan())
+        await run.end()
+        (row,) = run.rows
+        assert (row.num_invited, row.num_aborted, row.weight) == (2, 1, 16)

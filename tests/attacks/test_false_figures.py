@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -158,20 +157,17 @@ def test_held_out_examples_count_up_to_what_a_device_owns(
     assert "1 device told more held-out examples than examples in all" in caplog.text
 
 
-def test_one_device_ends_no_run_by_its_evaluation() -> None:
-    async def play() -> None:
-        names = ("first", "second", "third", "liar")
-        async with cohort(*names, on_devices=True) as (run, *devices):
-            for device in devices:
-                await device.describe()
-            for device in devices:
-                await device.update(await device.plan())
-            for device in devices:
-                instruction = await device.plan()
-                accuracy = 1e15 if device.name == "liar" else 0.5
-                report = json.loads(evaluated(device.name, 0.5, accuracy, 2).model_dump_json())
-                await device.reply(instruction, json.dumps(report))
-            await run.end()
-            assert run.rows[0].metrics["held_out_accuracy"] == 0.5
-
-    asyncio.run(play())
+async def test_one_device_ends_no_run_by_its_evaluation() -> None:
+    names = ("first", "second", "third", "liar")
+    async with cohort(*names, on_devices=True) as (run, *devices):
+        for device in devices:
+            await device.describe()
+        for device in devices:
+            await device.update(await device.plan())
+        for device in devices:
+            instruction = await device.plan()
+            accuracy = 1e15 if device.name == "liar" else 0.5
+            report = json.loads(evaluated(device.name, 0.5, accuracy, 2).model_dump_json())
+            await device.reply(instruction, json.dumps(report))
+        await run.end()
+        assert run.rows[0].metrics["held_out_accuracy"] == 0.5

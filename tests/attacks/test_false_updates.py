@@ -124,39 +124,33 @@ def test_robust_rules_are_refused_with_masks_and_with_the_noise_scale() -> None:
     ],
     ids=["a long name", "many names", "a large number", "not a number", "infinite"],
 )
-def test_metrics_out_of_bounds_are_refused(metrics: dict[str, float], model: bytes) -> None:
-    async def one_round() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            plan = await attacker.plan()
-            await attacker.update(plan, metric_sums=metrics)
-            await attacker.next_of("receipt")
-            await honest.update(await honest.plan())
-            await run.end()
-            assert "attacker" in run.rows[0].refused
-            assert run.model() == model
-
-    asyncio.run(one_round())
+async def test_metrics_out_of_bounds_are_refused(metrics: dict[str, float], model: bytes) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        plan = await attacker.plan()
+        await attacker.update(plan, metric_sums=metrics)
+        await attacker.next_of("receipt")
+        await honest.update(await honest.plan())
+        await run.end()
+        assert "attacker" in run.rows[0].refused
+        assert run.model() == model
 
 
-def test_metrics_that_few_devices_report_leave_no_room_to_none_of_the_tasks() -> None:
-    async def one_round() -> None:
-        names = ("attacker", "first", "second")
-        async with cohort(*names) as (run, *devices):
-            for device in devices:
-                await device.describe()
-            for device in devices:
-                own = {"accuracy": 4.0}
-                junk = {f"a{number}": 1.0 for number in range(MAX_METRICS)}
-                metrics = junk if device.name == "attacker" else own
-                await device.update(await device.plan(), metric_sums=metrics)
-            await run.end()
-            found = run.rows[0].metrics
-            assert "train_accuracy" in found
-            assert sum(name.startswith("train_") for name in found) <= MAX_METRICS
-
-    asyncio.run(one_round())
+async def test_metrics_that_few_devices_report_leave_no_room_to_none_of_the_tasks() -> None:
+    names = ("attacker", "first", "second")
+    async with cohort(*names) as (run, *devices):
+        for device in devices:
+            await device.describe()
+        for device in devices:
+            own = {"accuracy": 4.0}
+            junk = {f"a{number}": 1.0 for number in range(MAX_METRICS)}
+            metrics = junk if device.name == "attacker" else own
+            await device.update(await device.plan(), metric_sums=metrics)
+        await run.end()
+        found = run.rows[0].metrics
+        assert "train_accuracy" in found
+        assert sum(name.startswith("train_") for name in found) <= MAX_METRICS
 
 
 @given(

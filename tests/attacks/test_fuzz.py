@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 
@@ -68,24 +67,20 @@ def test_no_stream_leaves_memory_allocated_or_a_false_update_accepted(
     assert conversations.endings.keys() >= REACHED
 
 
-def test_mutated_connections_leave_the_server_serving(conversations: Conversations) -> None:
+async def test_mutated_connections_leave_the_server_serving(conversations: Conversations) -> None:
     port = conversations.servicer.port
+    recorded = await record(port)
 
-    async def play() -> None:
-        recorded = await record(port)
+    @settings(max_examples=30, **SHORT)  # type: ignore[arg-type]
+    @given(data=mutated(st.just(recorded)))
+    def draw(data: bytes) -> None:
+        drawn.append(data)
 
-        @settings(max_examples=30, **SHORT)  # type: ignore[arg-type]
-        @given(data=mutated(st.just(recorded)))
-        def draw(data: bytes) -> None:
-            drawn.append(data)
-
-        drawn: list[bytes] = []
-        draw()
-        for data in drawn:
-            await send_bytes(port, data)
-        assert await is_served(port)
-
-    asyncio.run(play())
+    drawn: list[bytes] = []
+    draw()
+    for data in drawn:
+        await send_bytes(port, data)
+    assert await is_served(port)
 
 
 def test_the_fuzzed_messages_of_masked_private_rounds_are_valid_before_they_are_changed() -> None:

@@ -95,20 +95,16 @@ def zeros_like_frozen(device: Device) -> bytes:
     return bytes(len(device.trainer.image.frozen_U8))
 
 
-def test_no_chunk_changes_the_model_that_a_device_trains_on(tmp_path: Path) -> None:
+async def test_no_chunk_changes_the_model_that_a_device_trains_on(tmp_path: Path) -> None:
     device = Device(tmp_path)
     frozen_U8 = device.trainer.image.frozen_U8.clone()
-
-    async def story() -> None:
-        async with asyncio.timeout(60):
-            await device.train()
-            try:
-                with pytest.raises(ProtocolMismatch):
-                    device.send_frozen(zeros_like_frozen(device))
-            finally:
-                device.may_go_on.set()
-                await device.exchange.end()
-
-    asyncio.run(story())
+    async with asyncio.timeout(60):
+        await device.train()
+        try:
+            with pytest.raises(ProtocolMismatch):
+                device.send_frozen(zeros_like_frozen(device))
+        finally:
+            device.may_go_on.set()
+            await device.exchange.end()
     assert torch.equal(device.trainer.image.frozen_U8, frozen_U8)
     assert pending_in(device.trainer.accumulator).get(1, "pi").update.weight

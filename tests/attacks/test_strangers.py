@@ -75,45 +75,37 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         "half a frame of headers",
     ],
 )
-def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
+async def test_a_connection_that_delays_its_stream_is_closed(said: bytes) -> None:
     """Slow-loris: the server closes a connection that sends a little and then nothing."""
-
-    async def play() -> None:
-        async with serving() as run:
-            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-            writer.write(said)
-            async with asyncio.timeout(WAIT_SECONDS):
-                with contextlib.suppress(ConnectionError):
-                    while await reader.read(4096):
-                        pass
-            writer.close()
-            assert await is_served(run.port)
-
-    asyncio.run(play())
+    async with serving() as run:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(said)
+        async with asyncio.timeout(WAIT_SECONDS):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(4096):
+                    pass
+        writer.close()
+        assert await is_served(run.port)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_slow_bytes_do_not_keep_a_connection_open(tmp_path: Path) -> None:
+async def test_slow_bytes_do_not_keep_a_connection_open(tmp_path: Path) -> None:
     """One byte at a time: the handshake as a whole has one deadline."""
     certs = make_folder(tmp_path)
-
-    async def play() -> None:
-        async with serving(credentials=credentials_of(certs, "server")) as run:
-            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-            begun = time.monotonic()
-            with contextlib.suppress(ConnectionError):
-                while not reader.at_eof() and time.monotonic() < begun + WAIT_SECONDS:
-                    writer.write(b"\x16")
-                    await writer.drain()
-                    await asyncio.sleep(0.1)
-            assert reader.at_eof() or reader.exception() is not None
-            writer.close()
-
-    asyncio.run(play())
+    async with serving(credentials=credentials_of(certs, "server")) as run:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and time.monotonic() < begun + WAIT_SECONDS:
+                writer.write(b"\x16")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        assert reader.at_eof() or reader.exception() is not None
+        writer.close()
 
 
 @pytest.mark.usefixtures("impatient")
-def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
+async def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
     tmp_path: Path,
 ) -> None:
     certs, others = make_folder(tmp_path / "ours", "0"), make_folder(tmp_path / "theirs", "0")
@@ -135,29 +127,26 @@ def test_peers_without_valid_certificates_get_no_stream_and_are_counted(
                 await call.read()
             return refusal.value.code()
 
-    async def play() -> None:
-        async with serving(credentials=server) as run:
-            here = f"127.0.0.1:{run.port}"
-            nothing_shown = grpc.ssl_channel_credentials(ours.ca)
-            codes = [
-                await open_stream(grpc.aio.insecure_channel(here)),
-                await open_stream(grpc.aio.secure_channel(here, nothing_shown)),
-            ]
-            for stranger in shown.values():
-                async with RawDevice(run.port, "0", credentials=stranger) as device:
-                    with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                        await device.enter()
-                    codes.append(refusal.value.code())
-            assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
-            assert run.servicer.connected() == []
-            async with RawDevice(run.port, "0", credentials=ours) as device:
-                await device.enter()
-                # gRPC tries again by itself, so there may be more of them than we sent.
-                await until(lambda: run.refusals["NoStream"] >= 4)
-                await device.send(leave=Leave())
-                await device.end()
-
-    asyncio.run(play())
+    async with serving(credentials=server) as run:
+        here = f"127.0.0.1:{run.port}"
+        nothing_shown = grpc.ssl_channel_credentials(ours.ca)
+        codes = [
+            await open_stream(grpc.aio.insecure_channel(here)),
+            await open_stream(grpc.aio.secure_channel(here, nothing_shown)),
+        ]
+        for stranger in shown.values():
+            async with RawDevice(run.port, "0", credentials=stranger) as device:
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await device.enter()
+                codes.append(refusal.value.code())
+        assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
+        assert run.servicer.connected() == []
+        async with RawDevice(run.port, "0", credentials=ours) as device:
+            await device.enter()
+            # gRPC tries again by itself, so there may be more of them than we sent.
+            await until(lambda: run.refusals["NoStream"] >= 4)
+            await device.send(leave=Leave())
+            await device.end()
 
 
 def test_an_unidentified_connection_is_one_without_a_stream_in_time() -> None:
@@ -185,126 +174,105 @@ def test_a_device_that_comes_back_from_its_old_port_is_no_stranger() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_health_check_with_a_certificate_is_no_stranger(tmp_path: Path) -> None:
+async def test_a_health_check_with_a_certificate_is_no_stranger(tmp_path: Path) -> None:
     certs = make_folder(tmp_path / "ours", "0")
     ours = credentials_of(certs, "0")
-
-    async def play() -> None:
-        async with serving(credentials=credentials_of(certs, "server")) as run:
-            shown = grpc.ssl_channel_credentials(ours.ca, ours.key, ours.certificate)
-            async with grpc.aio.secure_channel(f"127.0.0.1:{run.port}", shown) as channel:
-                check = channel.unary_unary("/grpc.health.v1.Health/Check")
-                for _ in range(2):
-                    await check(b"")
-            _, stranger = await asyncio.open_connection("127.0.0.1", run.port)
-            await until(lambda: run.refusals["NoStream"] >= 1)
-            stranger.close()
-            assert run.refusals["NoStream"] == 1
-
-    asyncio.run(play())
+    async with serving(credentials=credentials_of(certs, "server")) as run:
+        shown = grpc.ssl_channel_credentials(ours.ca, ours.key, ours.certificate)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{run.port}", shown) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            for _ in range(2):
+                await check(b"")
+        _, stranger = await asyncio.open_connection("127.0.0.1", run.port)
+        await until(lambda: run.refusals["NoStream"] >= 1)
+        stranger.close()
+        assert run.refusals["NoStream"] == 1
 
 
-def test_idle_connections_are_bounded(
+async def test_idle_connections_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Descriptors remain for the checkpoint, however many connections strangers open."""
     monkeypatch.setattr(port_module, "MAX_DESCRIPTORS", port_module.RESERVED_DESCRIPTORS + 20)
-
-    async def play() -> None:
-        async with serving() as run:
-            before = psutil.Process().num_fds()
-            writers = []
-            for _ in range(60):
-                _, writer = await asyncio.open_connection("127.0.0.1", run.port)
-                writers.append(writer)
-            await asyncio.sleep(0.5)
-            # Both ends are in this process: 60 of ours, and at the most 20 of the server's.
-            assert psutil.Process().num_fds() - before <= 60 + 20 + 5
-            for writer in writers:
-                writer.close()
-            await asyncio.sleep(0.5)
-            assert await is_served(run.port)
-
-    asyncio.run(play())
+    async with serving() as run:
+        before = psutil.Process().num_fds()
+        writers = []
+        for _ in range(60):
+            _, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            writers.append(writer)
+        await asyncio.sleep(0.5)
+        # Both ends are in this process: 60 of ours, and at the most 20 of the server's.
+        assert psutil.Process().num_fds() - before <= 60 + 20 + 5
+        for writer in writers:
+            writer.close()
+        await asyncio.sleep(0.5)
+        assert await is_served(run.port)
 
 
-def test_a_request_that_crashes_grpcs_server_costs_no_stream_and_the_port_reopens() -> None:
+async def test_a_request_that_crashes_grpcs_server_costs_no_stream_and_the_port_reopens() -> None:
     """A path that is not UTF-8; the fuzzer found it."""
-
-    async def play() -> None:
-        async with cohort("honest") as (run, honest):
-            await honest.describe()
-            plan = await honest.plan()
-            recorded = await record(run.port)
-            crashing = recorded.replace(
-                STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff"
-            )
-            assert crashing != recorded
-            port = run.servicer._listener
-            assert port is not None
-            for times in (1, 2):
-                await send_bytes(run.port, crashing)
-                await until(lambda times=times: port.num_restarts == times)  # type: ignore[misc]
-                assert await is_served(run.port)
-            await honest.update(plan)
-            await run.end()
-            assert [row.num_clients for row in run.rows] == [1]
-
-    asyncio.run(play())
+    async with cohort("honest") as (run, honest):
+        await honest.describe()
+        plan = await honest.plan()
+        recorded = await record(run.port)
+        crashing = recorded.replace(STREAM_METHOD.encode(), STREAM_METHOD.encode()[:-1] + b"\xff")
+        assert crashing != recorded
+        port = run.servicer._listener
+        assert port is not None
+        for times in (1, 2):
+            await send_bytes(run.port, crashing)
+            await until(lambda times=times: port.num_restarts == times)  # type: ignore[misc]
+            assert await is_served(run.port)
+        await honest.update(plan)
+        await run.end()
+        assert [row.num_clients for row in run.rows] == [1]
 
 
 # Admitted peers.
 
 
-def test_a_compressed_frame_is_refused_however_small() -> None:
+async def test_a_compressed_frame_is_refused_however_small() -> None:
     """A decompression bomb: 5 MB of zeros are 5 KB on the wire."""
-
-    async def play() -> None:
-        async with serving() as run:
-            channel = grpc.aio.insecure_channel(
-                f"127.0.0.1:{run.port}", options=LIMITLESS, compression=grpc.Compression.Gzip
-            )
-            async with channel:
-                call = channel.stream_stream(STREAM_METHOD)()
-                bomb = ClientFrame(chunk=Chunk(data=bytes(5_000_000)))
-                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    await call.write(bomb.SerializeToString())
-                # "gzip is disabled", or a reset that has overtaken these words.
-                assert await call.code() in (
-                    grpc.StatusCode.UNIMPLEMENTED,
-                    grpc.StatusCode.INTERNAL,
-                )
-            assert run.servicer.bytes_up == 0
-            assert await is_served(run.port)
-
-    asyncio.run(play())
-
-
-def test_a_million_tiny_frames_end_their_stream_and_delay_no_other() -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            await attacker.plan()
-            plan = await honest.plan()
-            tiny = ClientFrame(chunk=Chunk(transfer_id="none")).SerializeToString()
-            num_sent = 0
+    async with serving() as run:
+        channel = grpc.aio.insecure_channel(
+            f"127.0.0.1:{run.port}", options=LIMITLESS, compression=grpc.Compression.Gzip
+        )
+        async with channel:
+            call = channel.stream_stream(STREAM_METHOD)()
+            bomb = ClientFrame(chunk=Chunk(data=bytes(5_000_000)))
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                while num_sent < 1_000_000:
-                    await attacker.send_bytes(tiny)
-                    num_sent += 1
-            await attacker.end()
-            assert run.refusals["ProtocolMismatch"] == 1
-            # The limit, and the frames in flight when the stream ended.
-            assert FRAMES <= num_sent < 100_000
-            async with RawDevice(run.port, "attacker") as again:
-                await again.enter()
-                await again.send(leave=Leave())
-                await honest.update(plan)
-                await run.end()
-            assert [client.name for client in run.rows[0].clients] == ["honest"]
+                await call.write(bomb.SerializeToString())
+            # "gzip is disabled", or a reset that has overtaken these words.
+            assert await call.code() in (
+                grpc.StatusCode.UNIMPLEMENTED,
+                grpc.StatusCode.INTERNAL,
+            )
+        assert run.servicer.bytes_up == 0
+        assert await is_served(run.port)
 
-    asyncio.run(play())
+
+async def test_a_million_tiny_frames_end_their_stream_and_delay_no_other() -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        await attacker.plan()
+        plan = await honest.plan()
+        tiny = ClientFrame(chunk=Chunk(transfer_id="none")).SerializeToString()
+        num_sent = 0
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while num_sent < 1_000_000:
+                await attacker.send_bytes(tiny)
+                num_sent += 1
+        await attacker.end()
+        assert run.refusals["ProtocolMismatch"] == 1
+        # The limit, and the frames in flight when the stream ended.
+        assert FRAMES <= num_sent < 100_000
+        async with RawDevice(run.port, "attacker") as again:
+            await again.enter()
+            await again.send(leave=Leave())
+            await honest.update(plan)
+            await run.end()
+        assert [client.name for client in run.rows[0].clients] == ["honest"]
 
 
 async def exceed_rate_limit(run: Run, *, credentials: Credentials | None = None) -> None:
@@ -323,77 +291,66 @@ def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_refill")
-def test_a_repeatedly_refused_peer_is_closed_silently() -> None:
-    async def play() -> None:
-        async with serving() as run:
-            await exceed_rate_limit(run)
-            assert run.refusals == {"ProtocolMismatch": BURST, "TooManyAttempts": 5}
-
-    asyncio.run(play())
+async def test_a_repeatedly_refused_peer_is_closed_silently() -> None:
+    async with serving() as run:
+        await exceed_rate_limit(run)
+        assert run.refusals == {"ProtocolMismatch": BURST, "TooManyAttempts": 5}
 
 
 @pytest.mark.usefixtures("no_refill")
-def test_a_revoked_device_that_retries_does_not_block_other_devices(
+async def test_a_revoked_device_that_retries_does_not_block_other_devices(
     tmp_path: Path,
 ) -> None:
     certs = make_folder(tmp_path, "0", "1")
     server, revoked = credentials_of(certs, "server"), credentials_of(certs, "0")
     verifier = RegistryVerifier.of(tls_of(certs, "server"), server)
     revoke(certs, "0")
-
-    async def play() -> None:
-        async with serving(credentials=server, verifier=verifier) as run:
-            async with RawDevice(run.port, "0", credentials=revoked) as device:
-                await device.hello()
-                assert await device.refused() == "CertificateRevoked"
-            await exceed_rate_limit(run, credentials=revoked)
-            assert run.refusals["TooManyAttempts"] == 6
-            other = credentials_of(certs, "1")
-            async with RawDevice(run.port, "1", credentials=other) as device:
-                await device.enter()
-
-    asyncio.run(play())
+    async with serving(credentials=server, verifier=verifier) as run:
+        async with RawDevice(run.port, "0", credentials=revoked) as device:
+            await device.hello()
+            assert await device.refused() == "CertificateRevoked"
+        await exceed_rate_limit(run, credentials=revoked)
+        assert run.refusals["TooManyAttempts"] == 6
+        other = credentials_of(certs, "1")
+        async with RawDevice(run.port, "1", credentials=other) as device:
+            await device.enter()
 
 
 # Let in, and up to no good.
 
 
-def test_an_enrolled_device_cannot_act_as_another_or_read_its_plan(tmp_path: Path) -> None:
+async def test_an_enrolled_device_cannot_act_as_another_or_read_its_plan(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "attacker", "honest")
     own = credentials_of(certs, "attacker")
-
-    async def play() -> None:
-        server = credentials_of(certs, "server")
-        verifier = RegistryVerifier.of(tls_of(certs, "server"), server)
-        async with (
-            serving(credentials=server, verifier=verifier, min_clients=2) as run,
-            RawDevice(run.port, "attacker", credentials=own) as attacker,
-            RawDevice(run.port, "honest", credentials=credentials_of(certs, "honest")) as honest,
-        ):
-            await attacker.enter()
-            await honest.hello()
-            session = (await honest.next_of("welcome")).welcome.session
-            run.begin()
-            await attacker.describe()
-            await honest.describe()
-            plans = await asyncio.gather(attacker.plan(), honest.plan())
-            # Under the other's name, and with its session, which it cannot know.
-            async with RawDevice(run.port, "honest", credentials=own) as thief:
-                await thief.hello(session=session)
-                fault = await thief.next()
-                assert fault.fault.code == "IdentityRefused"
-                with pytest.raises(EOFError):
-                    await thief.next()
-            # With the other's message, which it cannot know either.
-            await attacker.update(plans[1])
-            assert (await attacker.fault()).code == "UnexpectedUpdate"
-            await attacker.update(plans[0])
-            await honest.update(plans[1])
-            await run.end()
-            assert [client.name for client in run.rows[0].clients] == ["attacker", "honest"]
-            assert run.rows[0].weight == 16
-
-    asyncio.run(play())
+    server = credentials_of(certs, "server")
+    verifier = RegistryVerifier.of(tls_of(certs, "server"), server)
+    async with (
+        serving(credentials=server, verifier=verifier, min_clients=2) as run,
+        RawDevice(run.port, "attacker", credentials=own) as attacker,
+        RawDevice(run.port, "honest", credentials=credentials_of(certs, "honest")) as honest,
+    ):
+        await attacker.enter()
+        await honest.hello()
+        session = (await honest.next_of("welcome")).welcome.session
+        run.begin()
+        await attacker.describe()
+        await honest.describe()
+        plans = await asyncio.gather(attacker.plan(), honest.plan())
+        # Under the other's name, and with its session, which it cannot know.
+        async with RawDevice(run.port, "honest", credentials=own) as thief:
+            await thief.hello(session=session)
+            fault = await thief.next()
+            assert fault.fault.code == "IdentityRefused"
+            with pytest.raises(EOFError):
+                await thief.next()
+        # With the other's message, which it cannot know either.
+        await attacker.update(plans[1])
+        assert (await attacker.fault()).code == "UnexpectedUpdate"
+        await attacker.update(plans[0])
+        await honest.update(plans[1])
+        await run.end()
+        assert [client.name for client in run.rows[0].clients] == ["attacker", "honest"]
+        assert run.rows[0].weight == 16
 
 
 async def says_nothing(device: RawDevice) -> None:
@@ -431,33 +388,29 @@ STALLS: tuple[Callable[[RawDevice], Awaitable[None]], ...] = (
 
 
 @pytest.mark.slow
-def test_stalled_devices_cannot_stop_a_round_with_a_deadline(
+async def test_stalled_devices_cannot_stop_a_round_with_a_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registration, "PATIENCE_SECONDS", 1.0)
-
-    async def play() -> None:
-        names = [stall.__name__ for stall in STALLS]
-        how: dict[str, Any] = {"deadline": 2.0, "rounds": 2}
-        async with cohort("honest", *names, **how) as (run, honest, *attackers):
-            stalling = [
-                asyncio.ensure_future(stall(device))
-                for stall, device in zip(STALLS, attackers, strict=True)
-            ]
-            await honest.describe()
-            for _ in range(2):
-                await honest.update(await honest.plan())
-            await run.end()
-            for one in stalling:
-                one.cancel()
-            await asyncio.gather(*stalling, return_exceptions=True)
-            assert [[client.name for client in row.clients] for row in run.rows] == [
-                ["honest"],
-                ["honest"],
-            ]
-            assert run.servicer.staged_bytes == 0
-
-    asyncio.run(play())
+    names = [stall.__name__ for stall in STALLS]
+    how: dict[str, Any] = {"deadline": 2.0, "rounds": 2}
+    async with cohort("honest", *names, **how) as (run, honest, *attackers):
+        stalling = [
+            asyncio.ensure_future(stall(device))
+            for stall, device in zip(STALLS, attackers, strict=True)
+        ]
+        await honest.describe()
+        for _ in range(2):
+            await honest.update(await honest.plan())
+        await run.end()
+        for one in stalling:
+            one.cancel()
+        await asyncio.gather(*stalling, return_exceptions=True)
+        assert [[client.name for client in row.clients] for row in run.rows] == [
+            ["honest"],
+            ["honest"],
+        ]
+        assert run.servicer.staged_bytes == 0
 
 
 SHAPES = {
@@ -467,15 +420,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("announced", SHAPES.values(), ids=SHAPES.keys())
-def test_a_shape_bomb_is_refused_before_any_memory_is_allocated(announced: dict[str, int]) -> None:
-    async def play() -> None:
-        async with cohort("attacker", "honest") as (run, attacker, honest):
-            await attacker.describe()
-            await honest.describe()
-            await attacker.reply(await attacker.plan(), "{}", b"", **announced)
-            assert (await attacker.fault()).code == "OversizeUpdate"
-            assert run.servicer.staged_bytes == 0
-            await honest.update(await honest.plan())
-            await run.end()
-
-    asyncio.run(play())
+async def test_a_shape_bomb_is_refused_before_any_memory_is_allocated(
+    announced: dict[str, int],
+) -> None:
+    async with cohort("attacker", "honest") as (run, attacker, honest):
+        await attacker.describe()
+        await honest.describe()
+        await attacker.reply(await attacker.plan(), "{}", b"", **announced)
+        assert (await attacker.fault()).code == "OversizeUpdate"
+        assert run.servicer.staged_bytes == 0
+        await honest.update(await honest.plan())
+        await run.end()

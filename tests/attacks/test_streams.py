@@ -56,50 +56,43 @@ async def next_of(reader: asyncio.StreamReader, kind: int) -> tuple[int, bytes]:
                 return int.from_bytes(head[5:], "big"), payload
 
 
-def test_a_connection_is_limited_to_its_announced_number_of_streams() -> None:
-    async def play() -> None:
-        async with serving() as run:
-            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-            try:
-                writer.write(PREFACE + frame(SETTINGS))
-                _, payload = await next_of(reader, SETTINGS)
-                allowed = dict(struct.iter_unpack(">HI", payload))
-                assert allowed[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
+async def test_a_connection_is_limited_to_its_announced_number_of_streams() -> None:
+    async with serving() as run:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        try:
+            writer.write(PREFACE + frame(SETTINGS))
+            _, payload = await next_of(reader, SETTINGS)
+            allowed = dict(struct.iter_unpack(">HI", payload))
+            assert allowed[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
 
-                # A client's streams have odd numbers.
-                streams = [2 * n + 1 for n in range(MAX_STREAMS + 1)]
-                writer.write(frame(SETTINGS, flags=ACKNOWLEDGED))
-                writer.write(b"".join(request(stream) for stream in streams))
+            # A client's streams have odd numbers.
+            streams = [2 * n + 1 for n in range(MAX_STREAMS + 1)]
+            writer.write(frame(SETTINGS, flags=ACKNOWLEDGED))
+            writer.write(b"".join(request(stream) for stream in streams))
 
-                refused, _ = await next_of(reader, RST_STREAM)
-                assert refused == streams[-1]
-                assert await is_served(run.port)
-            finally:
-                writer.close()
-
-    asyncio.run(play())
+            refused, _ = await next_of(reader, RST_STREAM)
+            assert refused == streams[-1]
+            assert await is_served(run.port)
+        finally:
+            writer.close()
 
 
 NUM_PINGS = 4000
 PINGS = frame(PING, payload=bytes(8)) * NUM_PINGS
 
 
-def test_pings_that_come_at_once_are_answered_and_end_no_connection() -> None:
+async def test_pings_that_come_at_once_are_answered_and_end_no_connection() -> None:
     """gRPC would strike each ping, and copy the earlier strikes for it: see ``grpc_options``."""
-
-    async def play() -> None:
-        async with serving() as run:
-            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-            writer.write(PREFACE + frame(SETTINGS) + frame(SETTINGS, flags=ACKNOWLEDGED) + PINGS)
-            for _ in range(NUM_PINGS):
-                await next_of(reader, PING)
-            writer.close()
-
-    asyncio.run(play())
+    async with serving() as run:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(PREFACE + frame(SETTINGS) + frame(SETTINGS, flags=ACKNOWLEDGED) + PINGS)
+        for _ in range(NUM_PINGS):
+            await next_of(reader, PING)
+        writer.close()
 
 
 @pytest.mark.slow
-def test_pings_whose_answers_nobody_reads_keep_no_server_busy() -> None:
+async def test_pings_whose_answers_nobody_reads_keep_no_server_busy() -> None:
     """Four such connections took rounds from 22 to 2 a second, until their keepalive ended."""
 
     async def flood(port: int) -> None:
@@ -112,16 +105,13 @@ def test_pings_whose_answers_nobody_reads_keep_no_server_busy() -> None:
         finally:
             writer.transport.abort()
 
-    async def play() -> None:
-        async with serving() as run:
-            floods = [asyncio.create_task(flood(run.port)) for _ in range(4)]
-            await asyncio.sleep(5)  # until the buffers are full
-            before = time.process_time()
-            await asyncio.sleep(2)
-            assert time.process_time() - before < 1, "the server still reads pings"
-            assert await is_served(run.port)
-            for one in floods:
-                one.cancel()
-            await asyncio.gather(*floods, return_exceptions=True)
-
-    asyncio.run(play())
+    async with serving() as run:
+        floods = [asyncio.create_task(flood(run.port)) for _ in range(4)]
+        await asyncio.sleep(5)  # until the buffers are full
+        before = time.process_time()
+        await asyncio.sleep(2)
+        assert time.process_time() - before < 1, "the server still reads pings"
+        assert await is_served(run.port)
+        for one in floods:
+            one.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)

@@ -73,88 +73,74 @@ def test_a_device_uses_tls_1_3_with_a_server_that_requires_it(tmp_path: Path) ->
     assert asyncio.run(play()) == "TLSv1.3"
 
 
-def test_revoking_ends_a_live_stream_and_the_old_certificate_stays_refused(tmp_path: Path) -> None:
+async def test_revoking_ends_a_live_stream_and_the_old_certificate_stays_refused(
+    tmp_path: Path,
+) -> None:
     certs = make_folder(tmp_path, "0")
     old = credentials_of(certs, "0")
-
-    async def play() -> None:
-        async with stream_server(certs) as run:
-            async with RawDevice(run.port, "0", credentials=old) as device:
-                await device.enter()
-                revoke(certs, "0")
-                assert await device.refused() == "CertificateRevoked"
-                assert run.servicer.connected() == []
-            async with RawDevice(run.port, "0", credentials=old) as device:
-                await device.hello()
-                assert await device.refused() == "CertificateRevoked"
-            enrol(certs, "0")
-            async with RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device:
-                await device.enter()
-            assert run.refusals["CertificateRevoked"] == 2
-
-    asyncio.run(play())
+    async with stream_server(certs) as run:
+        async with RawDevice(run.port, "0", credentials=old) as device:
+            await device.enter()
+            revoke(certs, "0")
+            assert await device.refused() == "CertificateRevoked"
+            assert run.servicer.connected() == []
+        async with RawDevice(run.port, "0", credentials=old) as device:
+            await device.hello()
+            assert await device.refused() == "CertificateRevoked"
+        enrol(certs, "0")
+        async with RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device:
+            await device.enter()
+        assert run.refusals["CertificateRevoked"] == 2
 
 
-def test_the_server_answers_for_a_revoked_device(tmp_path: Path) -> None:
+async def test_the_server_answers_for_a_revoked_device(tmp_path: Path) -> None:
     certs = make_folder(tmp_path, "0", "1")
-
-    async def play() -> None:
-        async with (
-            stream_server(certs, min_clients=1, reconnect_seconds=600.0) as run,
-            RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as stays,
-            RawDevice(run.port, "1", credentials=credentials_of(certs, "1")) as goes,
-        ):
-            await stays.enter()
-            await goes.enter()
-            run.begin()
-            await asyncio.gather(stays.describe(), goes.describe())
-            plans = await asyncio.gather(stays.plan(), goes.plan())
-            await stays.update(plans[0])
-            revoke(certs, "1")
-            await run.end()
-            assert [row.num_clients for row in run.rows] == [1]
-
-    asyncio.run(play())
+    async with (
+        stream_server(certs, min_clients=1, reconnect_seconds=600.0) as run,
+        RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as stays,
+        RawDevice(run.port, "1", credentials=credentials_of(certs, "1")) as goes,
+    ):
+        await stays.enter()
+        await goes.enter()
+        run.begin()
+        await asyncio.gather(stays.describe(), goes.describe())
+        plans = await asyncio.gather(stays.plan(), goes.plan())
+        await stays.update(plans[0])
+        revoke(certs, "1")
+        await run.end()
+        assert [row.num_clients for row in run.rows] == [1]
 
 
-def test_a_certificate_unknown_to_the_registry_is_refused(tmp_path: Path) -> None:
+async def test_a_certificate_unknown_to_the_registry_is_refused(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     put_signed(certs, "0", days=(-1, 9))
-
-    async def play() -> None:
-        own = credentials_of(certs, "0")
-        async with (
-            stream_server(certs) as run,
-            RawDevice(run.port, "0", credentials=own) as device,
-        ):
-            await device.hello()
-            fault = await device.fault()
-            assert fault.code == "IdentityRefused"
-            assert "not in the server's registry" in fault.text
-
-    asyncio.run(play())
+    own = credentials_of(certs, "0")
+    async with (
+        stream_server(certs) as run,
+        RawDevice(run.port, "0", credentials=own) as device,
+    ):
+        await device.hello()
+        fault = await device.fault()
+        assert fault.code == "IdentityRefused"
+        assert "not in the server's registry" in fault.text
 
 
-def test_another_key_under_the_same_name_displaces_nobody(tmp_path: Path) -> None:
+async def test_another_key_under_the_same_name_displaces_nobody(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     put_signed(certs, "0", days=(-1, 9))
     first_own = credentials_of(certs, "0")
     put_signed(certs, "0", days=(-1, 9))
     second_own = credentials_of(certs, "0")
-
-    async def play() -> None:
-        async with (  # without a registry the authority's signature is all there is
-            serving(credentials=credentials_of(certs, "server")) as run,
-            RawDevice(run.port, "0", credentials=first_own) as first,
-            RawDevice(run.port, "0", credentials=second_own) as second,
-        ):
-            await first.enter()
-            await second.hello()
-            fault = await second.fault()
-            assert (fault.code, "another key" in fault.text) == ("IdentityRefused", True)
-            run.begin()
-            await first.describe()
-            await first.update(await first.plan())
-            await run.end()
-
-    asyncio.run(play())
+    async with (  # without a registry the authority's signature is all there is
+        serving(credentials=credentials_of(certs, "server")) as run,
+        RawDevice(run.port, "0", credentials=first_own) as first,
+        RawDevice(run.port, "0", credentials=second_own) as second,
+    ):
+        await first.enter()
+        await second.hello()
+        fault = await second.fault()
+        assert (fault.code, "another key" in fault.text) == ("IdentityRefused", True)
+        run.begin()
+        await first.describe()
+        await first.update(await first.plan())
+        await run.end()

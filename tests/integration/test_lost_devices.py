@@ -62,50 +62,44 @@ async def lose(run: Run, device: RawDevice) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_device_that_returns_while_others_work_counts() -> None:
-    async def play() -> None:
-        async with cohort("lost", "works", return_seconds=0.1, reconnect_seconds=0.5) as (
-            run,
-            lost,
-            works,
-        ):
-            await lost.describe()
-            await works.describe()
-            await lost.plan()
-            plan = await works.plan()
-            await lose(run, lost)
-            await asyncio.sleep(1.5)  # longer than both limits
-            async with RawDevice(run.port, "lost") as back:
-                await back.enter()  # a new process, without the session's token
-                await back.update(await back.plan())
-                await works.update(plan)
-                await run.end()
-            assert sorted(client.name for client in run.rows[0].clients) == ["lost", "works"]
-
-    asyncio.run(play())
+async def test_a_device_that_returns_while_others_work_counts() -> None:
+    async with cohort("lost", "works", return_seconds=0.1, reconnect_seconds=0.5) as (
+        run,
+        lost,
+        works,
+    ):
+        await lost.describe()
+        await works.describe()
+        await lost.plan()
+        plan = await works.plan()
+        await lose(run, lost)
+        await asyncio.sleep(1.5)  # longer than both limits
+        async with RawDevice(run.port, "lost") as back:
+            await back.enter()  # a new process, without the session's token
+            await back.update(await back.plan())
+            await works.update(plan)
+            await run.end()
+        assert sorted(client.name for client in run.rows[0].clients) == ["lost", "works"]
 
 
-def test_a_device_that_returns_too_late_hears_that_the_round_closed() -> None:
-    async def play() -> None:
-        async with cohort("lost", "works", rounds=2, return_seconds=0.1) as (run, lost, works):
-            await lost.describe()
-            await works.describe()
-            plan = await lost.plan()
-            token = run.servicer._sessions[plan_node(run, "lost")].token
-            await lose(run, lost)
-            await works.update(await works.plan())
-            second = await works.plan()
-            async with RawDevice(run.port, "lost") as back:
-                await back.hello(session=token)
-                fault = await back.fault()
-                assert (fault.message_id, fault.code) == (plan.message_id, "LateUpdate")
-                assert "a later round uses its examples" in fault.text
-                await works.update(second)
-                await run.end()
-            assert run.rows[0].refused["lost"].startswith("ConnectionLost")
-            assert [row.num_clients for row in run.rows] == [1, 1]
-
-    asyncio.run(play())
+async def test_a_device_that_returns_too_late_hears_that_the_round_closed() -> None:
+    async with cohort("lost", "works", rounds=2, return_seconds=0.1) as (run, lost, works):
+        await lost.describe()
+        await works.describe()
+        plan = await lost.plan()
+        token = run.servicer._sessions[plan_node(run, "lost")].token
+        await lose(run, lost)
+        await works.update(await works.plan())
+        second = await works.plan()
+        async with RawDevice(run.port, "lost") as back:
+            await back.hello(session=token)
+            fault = await back.fault()
+            assert (fault.message_id, fault.code) == (plan.message_id, "LateUpdate")
+            assert "a later round uses its examples" in fault.text
+            await works.update(second)
+            await run.end()
+        assert run.rows[0].refused["lost"].startswith("ConnectionLost")
+        assert [row.num_clients for row in run.rows] == [1, 1]
 
 
 def plan_node(run: Run, name: str) -> int:
@@ -113,25 +107,21 @@ def plan_node(run: Run, name: str) -> int:
     return node_id
 
 
-def test_a_device_that_starts_over_again_and_again_does_not_hold_the_round() -> None:
+async def test_a_device_that_starts_over_again_and_again_does_not_hold_the_round() -> None:
     """As one that the kernel kills for lack of memory whenever it trains."""
-
-    async def play() -> None:
-        async with cohort("dies", "works") as (run, dies, works):
-            await dies.describe()
-            await works.describe()
-            await dies.plan()
-            plan = await works.plan()
-            await lose(run, dies)
-            for _ in range(MAX_STARTS_OVER):
-                async with RawDevice(run.port, "dies") as again:
-                    await again.enter()
-                    await again.plan()
-                    await lose(run, again)
+    async with cohort("dies", "works") as (run, dies, works):
+        await dies.describe()
+        await works.describe()
+        await dies.plan()
+        plan = await works.plan()
+        await lose(run, dies)
+        for _ in range(MAX_STARTS_OVER):
             async with RawDevice(run.port, "dies") as again:
                 await again.enter()
-                await works.update(plan)
-                await run.end()
-            assert "started this round's work over 5 times" in run.rows[0].refused["dies"]
-
-    asyncio.run(play())
+                await again.plan()
+                await lose(run, again)
+        async with RawDevice(run.port, "dies") as again:
+            await again.enter()
+            await works.update(plan)
+            await run.end()
+        assert "started this round's work over 5 times" in run.rows[0].refused["dies"]

@@ -34,29 +34,25 @@ def with_key(certs: Path, pem: bytes, key: Key) -> Credentials:
     return Credentials(ca=(certs / "ca.pem").read_bytes(), certificate=pem, key=key_pem(key))
 
 
-def test_the_first_use_of_a_renewed_certificate_revokes_the_old_one(tmp_path: Path) -> None:
+async def test_the_first_use_of_a_renewed_certificate_revokes_the_old_one(tmp_path: Path) -> None:
     certs = make_folder(tmp_path)
     enrol(certs, "0", days=OLD)
     old, key = credentials_of(certs, "0"), new_key()
-
-    async def play() -> None:
-        async with (
-            stream_server(certs) as run,
-            RawDevice(run.port, "0", credentials=old) as first,
-        ):
-            await first.enter()
-            answer = await renewed(first, signing_request("0", key))
-            assert x509.load_pem_x509_certificate(answer.pem)
-            fresh = with_key(certs, answer.pem, key)
-            async with RawDevice(run.port, "0", credentials=fresh) as second:
-                await second.hello()
-                assert (await second.next_of("welcome")).welcome.has_displaced
-                assert await first.refused() == "IdentityRefused"
-                async with RawDevice(run.port, "0", credentials=old) as late:
-                    await late.hello()
-                    assert await late.refused() == "CertificateRevoked"
-
-    asyncio.run(play())
+    async with (
+        stream_server(certs) as run,
+        RawDevice(run.port, "0", credentials=old) as first,
+    ):
+        await first.enter()
+        answer = await renewed(first, signing_request("0", key))
+        assert x509.load_pem_x509_certificate(answer.pem)
+        fresh = with_key(certs, answer.pem, key)
+        async with RawDevice(run.port, "0", credentials=fresh) as second:
+            await second.hello()
+            assert (await second.next_of("welcome")).welcome.has_displaced
+            assert await first.refused() == "IdentityRefused"
+            async with RawDevice(run.port, "0", credentials=old) as late:
+                await late.hello()
+                assert await late.refused() == "CertificateRevoked"
 
 
 @pytest.mark.parametrize(
@@ -68,47 +64,39 @@ def test_the_first_use_of_a_renewed_certificate_revokes_the_old_one(tmp_path: Pa
     ],
     ids=["too early", "other name", "no request"],
 )
-def test_an_early_or_foreign_renewal_is_refused_and_the_stream_continues(
+async def test_an_early_or_foreign_renewal_is_refused_and_the_stream_continues(
     days: tuple[float, float], name: str | None, reason: str, tmp_path: Path
 ) -> None:
     certs = make_folder(tmp_path, "1")
     enrol(certs, "0", days=days)
     request = b"nonsense" if name is None else signing_request(name, new_key())
-
-    async def play() -> None:
-        own = credentials_of(certs, "0")
-        async with (
-            stream_server(certs) as run,
-            RawDevice(run.port, "0", credentials=own) as device,
-        ):
-            await device.enter()
-            answer = await renewed(device, request)
-            assert reason in answer.refusal
-            assert not answer.pem
-            run.begin()
-            await device.describe()
-            await device.update(await device.plan())
-            await run.end()
-
-    asyncio.run(play())
+    own = credentials_of(certs, "0")
+    async with (
+        stream_server(certs) as run,
+        RawDevice(run.port, "0", credentials=own) as device,
+    ):
+        await device.enter()
+        answer = await renewed(device, request)
+        assert reason in answer.refusal
+        assert not answer.pem
+        run.begin()
+        await device.describe()
+        await device.update(await device.plan())
+        await run.end()
 
 
-def test_repeated_renewal_requests_are_refused_without_a_log_line(
+async def test_repeated_renewal_requests_are_refused_without_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certs = make_folder(tmp_path)
     enrol(certs, "0", days=OLD)
-
-    async def play() -> None:
-        async with (
-            stream_server(certs) as run,
-            RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device,
-        ):
-            await device.enter()
-            answers = [await renewed(device, signing_request("0", new_key())) for _ in range(5)]
-            assert [bool(answer.pem) for answer in answers] == [True] + [False] * 4
-
-    asyncio.run(play())
+    async with (
+        stream_server(certs) as run,
+        RawDevice(run.port, "0", credentials=credentials_of(certs, "0")) as device,
+    ):
+        await device.enter()
+        answers = [await renewed(device, signing_request("0", new_key())) for _ in range(5)]
+        assert [bool(answer.pem) for answer in answers] == [True] + [False] * 4
     assert caplog.text.count("its certificate is") == 1
 
 
@@ -162,6 +150,7 @@ def test_a_certificate_and_a_key_in_two_files_are_not_renewed(
 ) -> None:
     certs = make_folder(tmp_path)
     key = enrol(certs, "0", days=OLD)
+    (certs / "0-key.pem").touch(0o600)
     (certs / "0-key.pem").write_bytes(key_pem(key))
     tls = tls_of(certs, "0").model_copy(update={"key": certs / "0-key.pem"})
     own = read_credentials(tls)

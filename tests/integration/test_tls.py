@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import stat
 from pathlib import Path
 
@@ -82,41 +81,35 @@ def test_a_server_of_another_authority_or_without_tls_is_not_trusted(tmp_path: P
         assert "the server may be without TLS" in secured.text()
 
 
-def test_a_second_connection_with_the_same_certificate_displaces_the_first(tmp_path: Path) -> None:
+async def test_a_second_connection_with_the_same_certificate_displaces_the_first(
+    tmp_path: Path,
+) -> None:
     make_folder(tmp_path, "0")
     own = credentials_of(tmp_path, "0")
-
-    async def play() -> None:
-        async with (
-            serving(credentials=credentials_of(tmp_path, "server")) as run,
-            RawDevice(run.port, "0", credentials=own) as first,
-            RawDevice(run.port, "0", credentials=own) as second,
-        ):
-            await first.enter()
-            await second.enter()
-            assert await first.refused() == "IdentityRefused"
-            run.begin()
-            await second.describe()
-            await second.update(await second.plan())
-            await run.end()
-
-    asyncio.run(play())
+    async with (
+        serving(credentials=credentials_of(tmp_path, "server")) as run,
+        RawDevice(run.port, "0", credentials=own) as first,
+        RawDevice(run.port, "0", credentials=own) as second,
+    ):
+        await first.enter()
+        await second.enter()
+        assert await first.refused() == "IdentityRefused"
+        run.begin()
+        await second.describe()
+        await second.update(await second.plan())
+        await run.end()
 
 
-def test_the_server_lets_no_expired_certificate_in(tmp_path: Path) -> None:
+async def test_the_server_lets_no_expired_certificate_in(tmp_path: Path) -> None:
     make_folder(tmp_path)
     put_signed(tmp_path, "0", days=(-3, -1))
-
-    async def play() -> None:
-        async with serving(credentials=credentials_of(tmp_path, "server")) as run:
-            expired = credentials_of(tmp_path, "0")
-            async with RawDevice(run.port, "0", credentials=expired) as device:
-                with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                    await device.enter()
-            assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert run.servicer.connected() == []
-
-    asyncio.run(play())
+    async with serving(credentials=credentials_of(tmp_path, "server")) as run:
+        expired = credentials_of(tmp_path, "0")
+        async with RawDevice(run.port, "0", credentials=expired) as device:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await device.enter()
+        assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert run.servicer.connected() == []
 
 
 def test_keys_are_for_their_owners_eyes_only(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Written:
 @pytest.mark.parametrize(
     ("held", "expected"), [("base", "bfloat16"), ("another", None), ("", None)]
 )
-def test_the_server_sends_a_difference_to_a_device_that_holds_its_base(
+async def test_the_server_sends_a_difference_to_a_device_that_holds_its_base(
     held: str, expected: str | None, tmp_path: Path
 ) -> None:
     device = Device(tmp_path)
@@ -131,14 +131,10 @@ def test_the_server_sends_a_difference_to_a_device_that_holds_its_base(
         instruction=instruction,
         image_id=difference.base_id if held == "base" else held,
     )
-
-    async def send() -> None:
-        downloads = Downloads()
-        await downloads.set_models([instruction], [])
-        downloads.send_instruction(session, instruction)
-        await session.outbox.get_nowait()()
-
-    asyncio.run(send())
+    downloads = Downloads()
+    await downloads.set_models([instruction], [])
+    downloads.send_instruction(session, instruction)
+    await session.outbox.get_nowait()()
     images = [frame.image for frame in stream.frames if frame.HasField("image")]
     assert [image.difference for image in images] == ([] if expected is None else [expected])
     assert session.image_id == difference.image_id

@@ -106,22 +106,18 @@ def test_the_end_reaches_every_page_and_ends_its_stream() -> None:
     in_loop(test, "a")
 
 
-def test_devices_learn_when_the_first_page_opens_and_the_last_is_closed() -> None:
+async def test_devices_learn_when_the_first_page_opens_and_the_last_is_closed() -> None:
     heard: list[bool] = []
-
-    async def main() -> None:
-        hub = Hub(RunView(Settings(), watch=heard.append))
-        async with open_page(hub) as first:
-            await first()
-            async with open_page(hub) as second:
-                await second()
-            assert heard == [True]
-        assert heard == [True, False]
-
-    asyncio.run(main())
+    hub = Hub(RunView(Settings(), watch=heard.append))
+    async with open_page(hub) as first:
+        await first()
+        async with open_page(hub) as second:
+            await second()
+        assert heard == [True]
+    assert heard == [True, False]
 
 
-def test_without_a_page_nothing_is_computed() -> None:
+async def test_without_a_page_nothing_is_computed() -> None:
     class Counting(RunView):
         num_looks = 0
 
@@ -129,19 +125,16 @@ def test_without_a_page_nothing_is_computed() -> None:
             self.num_looks += 1
             return super().tiles()
 
-    async def main() -> None:
-        view = Counting(Settings())
-        hub = Hub(view)
-        running = asyncio.create_task(hub.run())
-        await asyncio.sleep(0.05)
-        assert view.num_looks == 0
-        hub.end()
-        await running
-
-    asyncio.run(main())
+    view = Counting(Settings())
+    hub = Hub(view)
+    running = asyncio.create_task(hub.run())
+    await asyncio.sleep(0.05)
+    assert view.num_looks == 0
+    hub.end()
+    await running
 
 
-def test_ticks_are_rarer_where_each_is_much_work() -> None:
+async def test_ticks_are_rarer_where_each_is_much_work() -> None:
     class Heavy(RunView):
         num_looks = 0
 
@@ -152,20 +145,17 @@ def test_ticks_are_rarer_where_each_is_much_work() -> None:
                 pass
             return super().tiles()
 
-    async def main() -> None:
-        view = Heavy(Settings())
-        hub = Hub(view)
-        running = asyncio.create_task(hub.run())
-        begun = time.monotonic()
-        async with open_page(hub) as read:
-            await read()
-            await asyncio.sleep(0.6)
-        looks, seconds = view.num_looks, time.monotonic() - begun
-        hub.end()
-        await running
-        assert looks <= 3 + seconds / 0.5, "10 ms of work, and then half a second without any"
-
-    asyncio.run(main())
+    view = Heavy(Settings())
+    hub = Hub(view)
+    running = asyncio.create_task(hub.run())
+    begun = time.monotonic()
+    async with open_page(hub) as read:
+        await read()
+        await asyncio.sleep(0.6)
+    looks, seconds = view.num_looks, time.monotonic() - begun
+    hub.end()
+    await running
+    assert looks <= 3 + seconds / 0.5, "10 ms of work, and then half a second without any"
 
 
 def test_an_opened_page_and_the_changes_after_it_agree() -> None:

@@ -31,15 +31,12 @@ async def check_health(port: int, service: str = "", method: str = "Check") -> i
         return int(answer.status)
 
 
-def test_the_server_is_healthy_until_it_drains() -> None:
-    async def play() -> None:
-        async with serving() as run:
-            assert await check_health(run.port) == SERVING
-            assert await check_health(run.port, "headwater.Stream") == SERVING
-            run.servicer.drain()
-            assert await check_health(run.port) == NOT_SERVING
-
-    asyncio.run(play())
+async def test_the_server_is_healthy_until_it_drains() -> None:
+    async with serving() as run:
+        assert await check_health(run.port) == SERVING
+        assert await check_health(run.port, "headwater.Stream") == SERVING
+        run.servicer.drain()
+        assert await check_health(run.port) == NOT_SERVING
 
 
 @pytest.mark.parametrize(
@@ -49,49 +46,40 @@ def test_the_server_is_healthy_until_it_drains() -> None:
         ("", "Watch", grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
-def test_an_unsupported_health_request_is_refused(
+async def test_an_unsupported_health_request_is_refused(
     service: str, method: str, code: grpc.StatusCode
 ) -> None:
-    async def play() -> None:
-        async with serving() as run:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await check_health(run.port, service, method)
-            assert caught.value.code() is code
-
-    asyncio.run(play())
+    async with serving() as run:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check_health(run.port, service, method)
+        assert caught.value.code() is code
 
 
-def test_connected_and_new_devices_are_notified_of_a_pause() -> None:
-    async def play() -> None:
-        async with serving() as run, RawDevice(run.port, "first") as first:
-            await first.enter()
+async def test_connected_and_new_devices_are_notified_of_a_pause() -> None:
+    async with serving() as run, RawDevice(run.port, "first") as first:
+        await first.enter()
+        run.servicer.pause(True)
+        assert (await first.next()).notice == Notice(is_paused=True)
+        run.servicer.pause(True)  # nothing new
+        async with RawDevice(run.port, "second") as second:
+            await second.enter()
+            assert (await second.next()).notice == Notice(is_paused=True)
+        run.servicer.pause(False)
+        assert (await first.next()).notice == Notice(is_paused=False)
+
+
+async def test_a_record_counts_a_devices_bytes_and_its_disconnection() -> None:
+    async with serving() as run:
+        async with RawDevice(run.port, "device") as device:
+            await device.enter()
+            (record,) = run.servicer.device_records.devices()
+            assert record.is_connected
             run.servicer.pause(True)
-            assert (await first.next()).notice == Notice(is_paused=True)
-            run.servicer.pause(True)  # nothing new
-            async with RawDevice(run.port, "second") as second:
-                await second.enter()
-                assert (await second.next()).notice == Notice(is_paused=True)
-            run.servicer.pause(False)
-            assert (await first.next()).notice == Notice(is_paused=False)
-
-    asyncio.run(play())
-
-
-def test_a_record_counts_a_devices_bytes_and_its_disconnection() -> None:
-    async def play() -> None:
-        async with serving() as run:
-            async with RawDevice(run.port, "device") as device:
-                await device.enter()
-                (record,) = run.servicer.device_records.devices()
-                assert record.is_connected
-                run.servicer.pause(True)
-                frame = await device.next()
-                assert record.bytes_down >= frame.ByteSize()
-            while record.is_connected:
-                await asyncio.sleep(0.01)
-            assert record.last_seen is not None
-
-    asyncio.run(play())
+            frame = await device.next()
+            assert record.bytes_down >= frame.ByteSize()
+        while record.is_connected:
+            await asyncio.sleep(0.01)
+        assert record.last_seen is not None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit of open files")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 
 import pytest
@@ -19,16 +18,13 @@ def num_chunks_held() -> int:
     return sum(one.WhichOneof("kind") == "chunk" for one in held)
 
 
-def test_an_uploads_last_chunk_is_freed_while_its_device_says_nothing_more() -> None:
-    async def play() -> None:
-        gc.collect()  # what other tests left
-        before = num_chunks_held()
-        async with serving(rounds=2) as run, RawDevice(run.port, "device") as device:
-            await device.enter()
-            run.begin()
-            await device.describe()
-            await device.update(await device.plan())
-            await device.plan()  # of the second round: the first one's update has been taken
-            assert num_chunks_held() == before
-
-    asyncio.run(play())
+async def test_an_uploads_last_chunk_is_freed_while_its_device_says_nothing_more() -> None:
+    gc.collect()  # what other tests left
+    before = num_chunks_held()
+    async with serving(rounds=2) as run, RawDevice(run.port, "device") as device:
+        await device.enter()
+        run.begin()
+        await device.describe()
+        await device.update(await device.plan())
+        await device.plan()  # of the second round: the first one's update has been taken
+        assert num_chunks_held() == before
