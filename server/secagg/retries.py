@@ -74,7 +74,9 @@ def sum_masked(
                 refuse(name, error)
             _log_refused(setup, refused)
             if is_over:
-                raise _with_reason(aborted, {**errors, **refused}) from aborted
+                if (with_reason := _with_reason(aborted, {**errors, **refused})) is not aborted:
+                    raise with_reason from aborted
+                raise  # an error that is its own cause would have no last cause
             log.warning("%s: %s; retrying without %s", aborted.code, aborted, ", ".join(reasons))
             cohort = rest
         else:

@@ -244,6 +244,7 @@ def test_a_dealer_whose_shares_do_not_match_its_commitment_is_excluded() -> None
 
     result = SessionResult(Cast(5, mode="active"), {LIAR: changing(SharesReply, other_seed)})
     assert isinstance(result.aborted, DealerCheated)
+    assert result.aborted.__cause__ is not result.aborted, "the chain of causes has an end"
     assert result.num_attempts == 1
     assert set(result.left_out) == {LIAR}
 
