@@ -7,7 +7,7 @@ import math
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -29,21 +29,13 @@ from headwater.common.errors import (
     UnexpectedUpdate,
 )
 from headwater.common.flower import records
-from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import (
-    DescribeRequest,
-    EvaluateReport,
-    Plan,
-    ReadyReport,
     Update,
     UpdateReport,
-    WireMessage,
 )
-from headwater.common.model.parameters import ModelImage
-from headwater.common.phases import Phase
 from headwater.common.settings.schema import Settings
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals, interrupt
-from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
+from headwater.server.fleet import Dropout
 from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.rounds import round_loop
@@ -62,71 +54,21 @@ Answer = Update | Dropout
 Tamper = Callable[[Answer], Iterator[Answer]]
 
 
-class Network:
+class Network(GridFleet):
     """Real devices, and a wire that may change what they say."""
 
     has_virtual_clock = True
-    can_repeat_rounds = False
 
     def __init__(self, settings: Settings, tamper: Tamper) -> None:
         grid = InProcessGrid(client_app(virtual_hardware), settings)
         grid.enter_run(secrets.randbits(62))
-        self._fleet = GridFleet(grid)
+        super().__init__(grid)
         self._tamper = tamper
 
-    def share_frozen(self, image: ModelImage) -> None:
-        self._fleet.share_frozen(image)
-
-    def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
-    ) -> ConnectedClients:
-        return self._fleet.describe(request, min_clients=min_clients, without=without)
-
-    def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
-        self._fleet.ask_again(requests)
-
-    def turn_seconds(self) -> float:
-        return self._fleet.turn_seconds()
-
-    def train(
-        self,
-        plans: Mapping[str, Plan],
-        image: SentModel,
-        *,
-        num_needed: int = 0,
-        timeout_seconds: float | None,
-    ) -> Iterator[Answer]:
-        for answer in self._fleet.train(
-            plans, image, num_needed=num_needed, timeout_seconds=timeout_seconds
-        ):
-            assert not isinstance(answer, ReadyReport | BranchSum)
+    def train(self, *plans_and_model: Any, **how: Any) -> Iterator[Any]:
+        for answer in super().train(*plans_and_model, **how):
+            assert isinstance(answer, Update | Dropout)
             yield from self._tamper(answer)
-
-    def converse(
-        self,
-        phase: Phase,
-        requests: Mapping[str, WireMessage],
-        *,
-        vector: bytes | None = None,
-        reply_bytes: int = 0,
-        num_needed: int = 0,
-        timeout_seconds: float | None,
-    ) -> Iterator[Reply | Dropout]:
-        raise AssertionError("no round of these tests is masked")
-
-    def evaluate(
-        self, plans: Mapping[str, Plan], image: SentModel, *, timeout_seconds: float | None
-    ) -> Iterator[EvaluateReport | Dropout]:
-        return self._fleet.evaluate(plans, image, timeout_seconds=timeout_seconds)
-
-    def traffic(self) -> Traffic:
-        return self._fleet.traffic()
-
-    def simulated_state(self) -> dict[str, Any]:
-        return self._fleet.simulated_state()
-
-    def restore_simulated(self, state: Mapping[str, Any]) -> None:
-        self._fleet.restore_simulated(state)
 
 
 def chosen(**changes: Any) -> Settings:
@@ -482,20 +424,11 @@ class CountingNetwork(Network):
 
     min_clients = num_needed = 0
 
-    def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
-    ) -> ConnectedClients:
-        self.min_clients = min_clients
-        return super().describe(request, min_clients=min_clients, without=without)
+    def describe(self, *request: Any, **how: Any) -> ConnectedClients:
+        self.min_clients = how["min_clients"]
+        return super().describe(*request, **how)
 
-    def train(
-        self,
-        plans: Mapping[str, Plan],
-        image: SentModel,
-        *,
-        num_needed: int = 0,
-        timeout_seconds: float | None,
-    ) -> Iterator[Answer]:
+    def train(self, *_: Any, num_needed: int = 0, **how: Any) -> Iterator[Any]:
         self.num_needed = num_needed
         raise Counted
 

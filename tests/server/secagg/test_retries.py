@@ -23,7 +23,7 @@ from headwater.common.errors import (
     TooFewSurvivors,
     WrongShare,
 )
-from headwater.common.messages import ReadyReport, WireMessage
+from headwater.common.messages import ReadyReport
 from headwater.common.phases import Phase
 from headwater.common.secagg.identity import SigningIdentity
 from headwater.common.secagg.protocol import (
@@ -319,24 +319,8 @@ def test_only_an_accusation_names_accused_devices() -> None:
 class LyingFleet(GridFleet):
     """Simulated devices, one of which deals shares of a self seed that it did not commit to."""
 
-    def converse(
-        self,
-        phase: Phase,
-        requests: Mapping[str, WireMessage],
-        *,
-        vector: bytes | None = None,
-        reply_bytes: int = 0,
-        num_needed: int = 0,
-        timeout_seconds: float | None,
-    ) -> Iterator[Reply | Dropout]:
-        for reply in super().converse(
-            phase,
-            requests,
-            vector=vector,
-            reply_bytes=reply_bytes,
-            num_needed=num_needed,
-            timeout_seconds=timeout_seconds,
-        ):
+    def converse(self, *requests: Any, **how: Any) -> Iterator[Reply | Dropout]:
+        for reply in super().converse(*requests, **how):
             said = reply.message if isinstance(reply, Reply) else None
             if isinstance(reply, Reply) and reply.name == "1" and isinstance(said, SharesReply):
                 lie = {"seed_commitment": spoiled(said.seed_commitment)}
@@ -344,54 +328,43 @@ class LyingFleet(GridFleet):
             yield reply
 
 
-@pytest.mark.slow
-def test_a_cheating_device_costs_one_attempt_and_is_excluded_from_the_next_rounds(
-    tmp_path: Path,
-) -> None:
+def lying_run(*, rounds: int, out: Path, **cohort: Any) -> tuple[Settings, LyingFleet]:
     settings = Settings.model_validate(
         {
             "task": "tests/tasks.py:TwoLayers",
-            "rounds": 2,
-            "out": tmp_path / "out",
+            "rounds": rounds,
+            "out": out,
             "threads": 1,
             "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
             "secure": {"aggregation": "semi-honest"},
+            "cohort": cohort,
             "simulation": {"clients": 5},
         }
     )
     grid = InProcessGrid(client_app(virtual_hardware), settings)
     grid.enter_run(RUN)
+    return settings, LyingFleet(grid)
+
+
+@pytest.mark.slow
+def test_a_cheating_device_costs_one_attempt_and_is_excluded_from_the_next_rounds(
+    tmp_path: Path,
+) -> None:
+    settings, fleet = lying_run(rounds=2, out=tmp_path / "out")
     rows: list[RoundRow] = []
-    run(
-        Training(settings, run_id=RUN),
-        LyingFleet(grid),
-        on_round=rows.append,
-        observer=RoundLog(),
-    )
+    run(Training(settings, run_id=RUN), fleet, on_round=rows.append, observer=RoundLog())
     assert [row.num_aborted for row in rows] == [1, 0]
     for row in rows:
         assert row.num_clients == row.num_invited == 4
         assert "DealerCheated" in row.left_out["1"]
         assert "until round 12" in row.left_out["1"]
     again = Training(settings, run_id=RUN)
-    assert restore(again, tmp_path / "out", LyingFleet(grid))
+    assert restore(again, tmp_path / "out", fleet)
     assert again.planner.excluded["1"].through_round == 1 + FIRST_ROUNDS
 
 
 @pytest.mark.slow
-def test_too_few_clients_names_the_excluded_devices_and_the_reasons() -> None:
-    settings = Settings.model_validate(
-        {
-            "task": "tests/tasks.py:TwoLayers",
-            "rounds": 1,
-            "threads": 1,
-            "plan": {"accumulation_steps": 2, "micro_batch_size": 4},
-            "secure": {"aggregation": "semi-honest"},
-            "cohort": {"min_clients": 5},
-            "simulation": {"clients": 5},
-        }
-    )
-    grid = InProcessGrid(client_app(virtual_hardware), settings)
-    grid.enter_run(RUN)
+def test_too_few_clients_names_the_excluded_devices_and_the_reasons(tmp_path: Path) -> None:
+    settings, fleet = lying_run(rounds=1, out=tmp_path, min_clients=5)
     with pytest.raises(TooFewClients, match="1 is left out until round 12, as DealerCheated"):
-        run(Training(settings, run_id=RUN), LyingFleet(grid), on_round=lambda row: None)
+        run(Training(settings, run_id=RUN), fleet, on_round=lambda row: None)
