@@ -40,10 +40,10 @@ PLAN = ("--task", SIGNS, "--accumulation-steps", 2, "--micro-batch-size", 4, "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--local-parameters", "2.*")])
-def test_a_simulation_s_files_are_its_user_s(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_simulation_s_files_are_its_user_s(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = opened("headwater.simulation", *PLAN, "--clients", 3, "--out", out, *flags)
+    more = ("--clients", 3, "--local-parameters", "2.*", "--out", out)
+    done = opened("headwater.simulation", *PLAN, *more)
     assert done.wait(60) == 0
     assert for_others(out) == []
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -61,9 +62,10 @@ def test_a_stranger_without_the_token_runs_no_code_on_a_simulation_s_ray() -> No
         with subprocess.Popen(command, text=True, **pipes) as cluster:  # type: ignore[call-overload]
             there = json.loads(cluster.stdout.readline())
             address, token = there["address"], there["token"]
-            stranger = joining(address)
-            guesser = joining(address, **{**token, "RAY_AUTH_TOKEN": "0" * 64})
-            owner = joining(address, **token)
+            known: tuple[dict[str, str], ...] = ({}, {**token, "RAY_AUTH_TOKEN": "0" * 64}, token)
+            with ThreadPoolExecutor() as pool:
+                joined = pool.map(lambda variables: joining(address, **variables), known)
+                stranger, guesser, owner = joined
             said, _ = cluster.communicate("", timeout=120)
     assert "ran:" not in stranger.stdout + guesser.stdout
     assert "oken" in stranger.stderr

@@ -72,7 +72,7 @@ def test_a_wrong_budget_or_seed_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_it(
+def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_or_call_ends_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "slow.py").write_text(TASK_FILE)
@@ -126,6 +126,23 @@ def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_ends_
     assert load(out / "best.toml", {}).task == f"{tmp_path}/slow.py:Slow"
     assert (out / "compare.png").exists()
 
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*/*/*")}
+    called = headwater.compare(
+        f"{tmp_path}/slow.py:Slow",
+        clients=2,
+        budget="rounds=2",
+        seeds=[0],
+        out=out,
+        settings={"plan.micro_batch_size": 4},
+        progress=False,
+    )
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*/*")} == written
+    assert [called.metric, called.advice, called.target] == [
+        record[name] for name in ("metric", "advice", "target")
+    ]
+    assert {"exact", "fedavg E=1", "diloco"} <= called.flags.keys()
+    assert "--learning-rate" in called.flags["exact"]
+
 
 def test_a_call_refuses_what_the_command_refuses_and_objects_of_its_process() -> None:
     with pytest.raises(SettingsError, match="--rounds is set"):
@@ -151,32 +168,3 @@ def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_pat
     assert found.record["seeds"] == [0]
     run = headwater.simulate("tests/tasks.py:TwoLayers", settings=tmp_path / "best.toml")
     assert len(run.history) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_call_compares_as_the_command_does(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(TASK_FILE)
-
-    def compared() -> headwater.Compared:
-        return headwater.compare(
-            f"{tmp_path}/slow.py:Slow",
-            clients=2,
-            budget="rounds=2",
-            seeds=[0],
-            out=tmp_path / "out",
-            settings={"plan.micro_batch_size": 4},
-            progress=False,
-        )
-
-    first = compared()
-    record = json.loads((tmp_path / "out" / RECORD).read_text())
-    assert (first.metric, first.advice, first.target) == (
-        record["metric"],
-        record["advice"],
-        record["target"],
-    )
-    assert record["is_done"]
-    assert {"exact", "fedavg E=1", "diloco"} <= first.flags.keys()
-    assert "--learning-rate" in first.flags["exact"]
-    assert compared() == first  # nothing is missing
