@@ -110,52 +110,30 @@ def worker_processes() -> list[psutil.Process]:
     return found
 
 
-def test_two_workers_give_the_model_and_the_lines_of_one_process(tmp_path: Path) -> None:
-    found = []
-    for workers in (1, 2):
-        out = tmp_path / str(workers)
-        num_running: list[int] = []
-
-        def on_round(row: RoundRow, num_running: list[int] = num_running) -> None:
-            num_running.append(len(worker_processes()))
-
-        settings = settings_of(**{"out": str(out), "simulation.workers": workers})
-        run_engine(settings, on_round=on_round, resume=False)
-        assert num_running == [0, 0] if workers == 1 else [2, 2]
-        assert not worker_processes()
-        rows = read_rows(out)
-        found.append(
-            (
-                (out / MODEL).read_bytes(),
-                [{key: row[key] for key in row if key not in WALL_CLOCK} for row in rows],
-            )
-        )
-    assert found[0] == found[1]
-    assert len(found[0][1][0]["clients"]) == NUM_DEVICES - 2
-
-
 @pytest.mark.parametrize(
     ("mode", "chosen"),
     [
+        ("one-by-one", {}),
         ("fused", {}),
         ("vectorised", {}),
         ("vectorised", {"local.steps": 2, "local.learning_rate": 0.1}),
     ],
 )
-def test_blocks_of_devices_have_the_bits_of_one_process(
+def test_two_workers_give_the_model_and_the_lines_of_one_process(
     mode: str, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device of each block is not finite, or raises: it is computed by itself, as always."""
+    """In blocks, a device of each is not finite, or raises: it is computed by itself, as always."""
     monkeypatch.setattr(batched, "MAX_ROWS", 30)
+    task, num = ("Uneven", NUM_DEVICES) if mode == "one-by-one" else ("Together", 2 * NUM_DEVICES)
     found = []
     for workers in (1, 2):
         out = tmp_path / str(workers)
         settings = settings_of(
             **{
-                "task": f"{__file__}:Together",
+                "task": f"{__file__}:{task}",
                 "out": str(out),
                 "simulation.compute": mode,
-                "simulation.clients": 2 * NUM_DEVICES,
+                "simulation.clients": num,
                 "simulation.workers": workers,
                 **chosen,
             }
@@ -167,11 +145,12 @@ def test_blocks_of_devices_have_the_bits_of_one_process(
 
         run_engine(settings, on_round=on_round, resume=False)
         assert running == ([0, 0] if workers == 1 else [2, 2])
+        assert not worker_processes()
         rows = read_rows(out)
         kept = [{key: row[key] for key in row if key not in WALL_CLOCK} for row in rows]
         found.append(((out / MODEL).read_bytes(), kept))
     assert found[0] == found[1]
-    assert len(found[0][1][0]["clients"]) == 2 * NUM_DEVICES - 2
+    assert len(found[0][1][0]["clients"]) == num - 2
 
 
 def clients_of(round_number: int) -> list[ClientPlan]:
