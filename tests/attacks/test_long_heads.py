@@ -6,16 +6,13 @@ steps, which is a head of a mebibyte, took two gigabytes and seconds of the serv
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from flwr.app import ConfigRecord, RecordDict
 
 from headwater.common.errors import CorruptUpdate
 from headwater.common.flower import records
 from headwater.common.messages import Plan
-from tests.processes import ROOT
+from tests.commands import python
 
 HEAD_BYTES = 1 << 16
 MAX_MEBIBYTES = 30
@@ -66,11 +63,7 @@ print(json.dumps([peak() - before, refused, worst[1]]))
 def test_no_head_costs_much_more_than_it_is_long() -> None:
     import json
 
-    done = subprocess.run(
-        [sys.executable, "-c", WORST, str(HEAD_BYTES)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    mebibytes, refused, worst = json.loads(done.stdout)
+    mebibytes, refused, worst = json.loads(python("-c", WORST, HEAD_BYTES).stdout)
     assert refused > 500
     assert mebibytes < MAX_MEBIBYTES, worst
 

@@ -1,11 +1,11 @@
 """What a device that waits for its next round does not hold: modules that it has no use for."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,4 @@ UNUSED = {
 
 @pytest.mark.slow
 def test_a_device_in_clear_imports_neither_x509_nor_psutil_nor_a_secure_session() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_DEVICE], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-
-    assert UNUSED.isdisjoint(json.loads(done.stdout))
+    assert UNUSED.isdisjoint(json.loads(python("-c", PLAIN_DEVICE).stdout))

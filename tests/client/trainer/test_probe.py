@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from headwater.common.errors import OutOfMemory, TaskFailed
 from headwater.common.model.parameters import build_model
 from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Task
+from tests.commands import python
 from tests.tasks import NAN_LOSS, NUM_HIDDEN, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples
 
 MIB = 2**20
@@ -417,15 +417,7 @@ print(json.dumps({
 @pytest.mark.parametrize("room_mib", [150, 400])
 def test_a_confined_process_is_probed_within_its_limit(room_mib: int) -> None:
     """8 to 16 MB per example under a real RLIMIT_DATA; an allocation beyond it would fail."""
-    done = subprocess.run(
-        [sys.executable, "-c", CONFINED, str(room_mib)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", CONFINED, room_mib)
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["source"] == "RLIMIT_DATA"
     assert said["peak"] <= said["limit"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import python
 
 TASK = """
 import torch
@@ -49,11 +49,7 @@ def test_the_check_peaks_at_less_than_one_vector_above_model_and_accumulator(
 ) -> None:
     path = tmp_path / "wide.py"
     path.write_text(TASK)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, f"{path}:Wide"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) < 1.0
+    assert json.loads(python("-c", MEASURE, f"{path}:Wide").stdout) < 1.0
 
 
 BUILD = """
@@ -72,8 +68,4 @@ print(json.dumps((meter.peak_bytes() - before) / image.bytes_U8.nbytes))
 
 @pytest.mark.slow
 def test_a_model_moves_into_its_image_without_being_there_twice() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) < 0.5
+    assert json.loads(python("-c", BUILD).stdout) < 0.5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections import Counter
 from itertools import combinations
 
@@ -14,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.data.portable_random import PortableRandom
+from tests.commands import python
 
 # A statistic may miss its bound once in 10^9 seeds; the seeds here are fixed.
 RARE = 1e-9
@@ -32,23 +31,13 @@ def distance(numbers: np.ndarray, distribution: np.ndarray) -> float:
 
 @pytest.mark.slow
 def test_a_seed_gives_the_same_numbers_in_another_process() -> None:
-    outputs = [
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from headwater.common.data.portable_random import PortableRandom; "
-                "c = PortableRandom('a', 7, 0.3); "
-                "print(c.permutation(9), c.sample(3, 1000), c.integers(5, 9)); "
-                "print(c.normals(2), c.gamma(0.4))",
-            ],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    code = (
+        "from headwater.common.data.portable_random import PortableRandom; "
+        "c = PortableRandom('a', 7, 0.3); "
+        "print(c.permutation(9), c.sample(3, 1000), c.integers(5, 9)); "
+        "print(c.normals(2), c.gamma(0.4))"
+    )
+    outputs = [python("-c", code, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")]
     assert outputs[0] == outputs[1] != ""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +18,7 @@ from torch.nn import functional
 
 import headwater
 from headwater.common.model.chunked_cross_entropy import adding_in_place, chunked_cross_entropy
+from tests.commands import python
 
 ROOT = Path(__file__).parents[3]
 IGNORED = -100
@@ -341,19 +340,19 @@ from benchmarks.measure import memory_of, reset_peak
 from headwater.common.model.chunked_cross_entropy import adding_in_place, chunked_cross_entropy
 torch.set_num_threads(1)
 def run(num_tokens):
-    states, targets = hidden[:num_tokens], torch.randint(30_000, (num_tokens,))
+    states, targets = hidden[:num_tokens], torch.randint(60_000, (num_tokens,))
     if sys.argv[1] == "chunked":
         with adding_in_place():
             chunked_cross_entropy(states, weight, targets, chunk_bytes=4 << 20).backward()
     else:
         cross_entropy(linear(states, weight), targets, reduction="sum").backward()
-hidden = torch.randn(512, 512, requires_grad=True)
-weight = torch.randn(30_000, 512, requires_grad=True)
+hidden = torch.randn(256, 256, requires_grad=True)
+weight = torch.randn(60_000, 256, requires_grad=True)
 weight.grad, hidden.grad = torch.zeros_like(weight), torch.zeros_like(hidden)
 run(8)
 reset_peak()
 before = memory_of()["VmRSS"]
-run(512)
+run(256)
 print(memory_of()["VmHWM"] - before)
 """
 
@@ -361,10 +360,8 @@ print(memory_of()["VmHWM"] - before)
 @pytest.mark.slow
 def test_its_peak_memory_has_neither_the_logits_nor_a_second_gradient_of_the_weight() -> None:
     def peak(way: str) -> int:
-        command = [sys.executable, "-c", MEASURED, way]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return int(done.stdout)
+        return int(python("-c", MEASURED, way).stdout)
 
-    logits_bytes, weight_bytes = 4 * 512 * 30_000, 4 * 30_000 * 512
+    logits_bytes, weight_bytes = 4 * 256 * 60_000, 4 * 60_000 * 256
     assert peak("whole") > 2 * logits_bytes
     assert peak("chunked") < weight_bytes == logits_bytes

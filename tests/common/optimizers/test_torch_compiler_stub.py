@@ -6,10 +6,9 @@ it, and one in which the block itself loads it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.commands import python
 
 START = """
 import sys
@@ -104,6 +103,4 @@ assert NAME not in sys.modules
     ids=["optimizers, nested blocks and the real one", "another name"],
 )
 def test_an_optimizer_needs_no_compiler(body: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", START + body]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert result.returncode == 0, result.stderr
+    python("-W", "error", "-c", START + body)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from headwater.common.errors import SecretErased
 from headwater.common.secagg.secret import Secret
+from tests.commands import python
 
 PLANTED = b"a planted secret of 32 bytes, ok"
 
@@ -105,9 +104,6 @@ os.abort()
 
 @pytest.mark.parametrize("what", ["secret", "identity"])
 def test_a_process_that_holds_a_key_leaves_no_core_file(what: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CRASHES, what, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGABRT
+    done = python("-c", CRASHES, what, tmp_path, status=-signal.SIGABRT)
     assert done.stdout.strip() in ("0", "1")
     assert list(tmp_path.iterdir()) == []

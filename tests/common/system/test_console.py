@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -20,6 +18,7 @@ from headwater.common.system.console import (
     print_titled,
     show_error,
 )
+from tests.commands import python
 
 JSON_ERROR = """
 from headwater.common.errors import SettingsError
@@ -44,10 +43,7 @@ def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_in_json_output_and_errors_are_objects_on_the_error_stream() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", JSON_ERROR], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
+    done = python("-c", JSON_ERROR, status=2)
     assert done.stdout == ""
     printed, error = map(json.loads, done.stderr.splitlines())
     assert printed["message"] == "hello"
@@ -97,11 +93,4 @@ def test_titled_texts_wrap_in_a_terminal_only(
 
 def test_a_width_of_0_is_an_unknown_one() -> None:
     code = "from headwater.common.system.console import console; console.print('hello')"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "COLUMNS": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout == "hello\n"
+    assert python("-c", code, env={**os.environ, "COLUMNS": "0"}).stdout == "hello\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 
 import grpc
@@ -13,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from headwater.common.transport.wire_pb2 import Notice
 from tests.attacks.raw import RawDevice, serving
+from tests.commands import python
 
 pytestmark = pytest.mark.slow  # sockets
 
@@ -90,8 +90,6 @@ def test_more_devices_than_open_files_are_refused_with_the_limit_s_remedy() -> N
         "check_descriptors(44)\n"
         "check_descriptors(45)\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    found = python("-c", code, status=1)
     assert "SettingsError: 45 devices take a connection each" in found.stderr
     assert "leaves 44" in found.stderr
