@@ -70,7 +70,7 @@ def serve(
     given = partial(read_settings, context, config, verbose=verbose, log_format=log_format)
     settings, shared = given(resume=resume and not standby), None
     if standby or settings.standby.shared_state is not None:
-        from headwater.server.standby.shared_run import open_run
+        from headwater.server.standby.takeover import open_run
 
         shared = open_run(settings, given, is_standby=standby, resume=resume)
         if shared is None:

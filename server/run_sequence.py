@@ -19,7 +19,7 @@ from headwater.server.operations.progress import print_result, print_settings, s
 from headwater.server.serve import serve_run
 
 if TYPE_CHECKING:
-    from headwater.server.standby.shared_run import SharedRun
+    from headwater.server.standby.takeover import SharedRun
 
 
 def serve_runs(

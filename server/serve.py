@@ -36,7 +36,7 @@ from headwater.server.transport.servicer import Servicer
 
 if TYPE_CHECKING:
     from headwater.server.page.run_view import RunView
-    from headwater.server.standby.shared_run import SharedRun
+    from headwater.server.standby.takeover import SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from headwater.common.settings.schema import Settings
-from headwater.server.alerts.conditions import MIN_LOSSES, WatchedRun, Trouble, troubles
+from headwater.server.alerts.conditions import MIN_LOSSES, Trouble, WatchedRun, troubles
 from headwater.server.alerts.sender import Alert, Sender
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow

@@ -23,7 +23,7 @@ from headwater.server.rounds.features import check_resumed
 from headwater.server.standby.lease import Lease
 from headwater.server.standby.shared_files import SharedFiles
 from headwater.server.standby.shared_folder import FILES, SharedFolder
-from headwater.server.standby.shared_run import _later
+from headwater.server.standby.takeover import _later
 from headwater.server.standby.term_record import NAME, TermRecord
 from tests.masked import FlowerDevice, NodeDevice, opening_of, plan, play, ready, train
 from tests.processes import until

@@ -30,7 +30,7 @@ from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
 from headwater.server.standby.shared_files import SharedFiles
 from headwater.server.standby.shared_folder import SharedFolder
-from headwater.server.standby.shared_run import open_run
+from headwater.server.standby.takeover import open_run
 from headwater.server.standby.term_record import NAME, TermRecord
 from tests.masked import RUN, NodeDevice, settings_of
 from tests.server.flower.test_registration import Wire

@@ -13,7 +13,7 @@ from headwater.common.settings.schema import Settings
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.rounds.run_folder import write_settings
 from headwater.server.standby.shared_folder import SharedFolder
-from headwater.server.standby.shared_run import SharedRun, open_run
+from headwater.server.standby.takeover import SharedRun, open_run
 from headwater.server.standby.term_record import NAME, TermRecord
 
 TASK = "tests/tasks.py:TwoLayers"
