@@ -27,7 +27,7 @@ from headwater.server.standby.takeover import _later
 from headwater.server.standby.term_record import NAME, TermRecord
 from tests.masked import FlowerDevice, NodeDevice, opening_of, plan, play, ready, train
 from tests.processes import until
-from tests.server.standby.test_shared_run import begun, end, opened, settings
+from tests.server.standby.test_takeover import begun, end, opened, settings
 
 GOOD = TermRecord(term=3, holder="a:1-2", files={"x": "1-1-x"}, log_pieces=("1-2-log",))
 
