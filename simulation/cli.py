@@ -57,6 +57,15 @@ def simulate(
             rich_help_panel="Simulation",
         ),
     ] = False,
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise",
+            help="First compare exact steps with local ones, as compare --quick does; then train "
+            "with the best.",
+            rich_help_panel="Simulation",
+        ),
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     r"""Simulate many clients on this machine, under a virtual clock.
@@ -72,6 +81,8 @@ def simulate(
             from headwater.common.task_bundles.bundle import with_opened_task
 
             settings = with_opened_task(settings)
+        if advise and not resume:
+            settings = _advised(context, settings, config)
         _simulate(settings, resume=resume, is_only_shown=show_partition)
 
 
@@ -288,6 +299,39 @@ def _show_until_stopped(what: str) -> None:
     print_text(f"{what}; Ctrl-C ends it")
     with suppress(KeyboardInterrupt):
         threading.Event().wait()
+
+
+def _advised(context: typer.Context, settings: Settings, config: Path | None) -> Settings:
+    """Compare ways to train, and return the settings of the best, in which flags win.
+
+    Raises:
+        SettingsError: a setting is one that the comparison chooses.
+        HeadwaterError: see ``run_comparison``.
+    """
+    from headwater.common.settings.sources import default_out, load_run, with_default_task
+    from headwater.simulation.compare.command import SETTINGS, run_comparison
+    from headwater.simulation.compare.flags import CHOSEN
+
+    settings = with_default_task(settings)
+    out = settings.out or default_out(settings)
+    given, own = overrides(context), {"rounds": settings.rounds, "out": out}
+    run_comparison(
+        config,
+        overrides={key: value for key, value in given.items() if key not in (*CHOSEN, "out")},
+        budget=None,
+        seeds=None,
+        metric=None,
+        target=None,
+        jobs=num_usable_cores(),
+        out=out / "compare",
+        is_quick=True,
+    )
+    best = out / "compare" / SETTINGS
+    return (
+        load_run(best, given | own, resume=False)
+        if best.exists()
+        else settings.model_copy(update={"out": out})
+    )
 
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:

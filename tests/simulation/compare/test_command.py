@@ -168,3 +168,15 @@ def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_pat
     assert found.record["seeds"] == [0]
     run = headwater.simulate("tests/tasks.py:TwoLayers", settings=tmp_path / "best.toml")
     assert len(run.history) == 2
+
+
+@pytest.mark.slow
+def test_a_simulation_that_asks_for_advice_trains_with_the_best(tmp_path: Path) -> None:
+    words = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--rounds", "2", "--advise"]
+    ended = CliRunner().invoke(app, [*words, "--threads", "1", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    best = load(tmp_path / "compare" / "best.toml", {})
+    used = load(tmp_path / "settings.toml", {})
+    assert used.num_rounds == 2
+    assert (used.local, used.optimizer) == (best.local, best.optimizer)
+    assert headwater.load_model(tmp_path) is not None
