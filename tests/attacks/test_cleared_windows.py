@@ -269,5 +269,9 @@ def test_a_ring_of_coarse_steps_rounds_no_member_to_zero(tmp_path: Path) -> None
     assert played.refused == {}
     assert 2.0**-played.sum.session.parameters.encoding.scale_bits >= step
     total, right = sum_of(played.sum), updates.sum(axis=0)
-    # 0.08 to 0.17 in twelve runs, by the step; of unrelated vectors this long within 0.01.
-    assert np.corrcoef(total, right)[0, 1] > 0.03
+    is_there = total != 0
+    number, agree = is_there.sum(), (np.sign(total) == np.sign(right))[is_there].sum()
+    # 170 to 400 coordinates in twelve runs, 61 to 78 % of them with the right sign: 3 to 11
+    # standard deviations above half. (A correlation hangs on the few largest coordinates.)
+    assert number > 50
+    assert agree - number / 2 > np.sqrt(number) / 2

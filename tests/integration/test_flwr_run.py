@@ -43,6 +43,7 @@ NOT_OF_A_FLOWER_RUN = (
     "privacy.new_budget",
     "tls.",
     "server.",
+    "alerts.",
     "standby.",
     "client.",
     "simulation.",

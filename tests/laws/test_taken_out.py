@@ -45,6 +45,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
     "adaptation": (),
+    "alerts": (),
+    "task_bundles": (),
     "statistics": ("--statistics",),
     "evaluation": ("--test-model", "out"),
 }
