@@ -1,6 +1,6 @@
 # Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs the quick checks.
 # `make test-slow` runs the rest: processes, sockets, Ray, and hypothesis with fresh random seeds;
-# `make test-benchmarks` the long benchmarks in their small form.
+# `make test-long` what takes a minute or more each: long benchmarks in their small form, the site, whole documents, sweeps.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ PYTEST_SLOW := $(VENV)/bin/python -m pytest -n 4 --dist worksteal
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
-.PHONY: demo test test-slow test-benchmarks lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
+.PHONY: demo test test-slow test-long lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0 --page-stays 60
@@ -23,12 +23,12 @@ test: $(VENV)/.dev lint types
 
 test-slow: $(VENV)/.dev
 	@$(call MYPY_FOR,darwin) & other=$$!; \
-		$(PYTEST_SLOW) -m "(slow or hypothesis) and not long_benchmark" \
+		$(PYTEST_SLOW) -m "(slow or hypothesis) and not long" \
 			--hypothesis-profile=fresh; here=$$?; \
 		wait $$other && exit $$here
 
-test-benchmarks: $(VENV)/.dev
-	$(PYTEST_SLOW) -m long_benchmark
+test-long: $(VENV)/.dev
+	$(PYTEST_SLOW) -m long
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

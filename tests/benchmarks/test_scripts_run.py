@@ -49,7 +49,7 @@ KEYS = {
     "time_to_accuracy": "digits",
     "wire_bytes": "P_10k",
 }
-# Those that take a third of a minute or more even so: `make test-benchmarks` runs them.
+# Those that take a third of a minute or more even so: `make test-long` runs them.
 LONG = {
     "adapters",
     "client_memory",
@@ -69,10 +69,7 @@ LONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long_benchmark if name in LONG else ())
-        for name in sorted(KEYS)
-    ],
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in sorted(KEYS)],
 )
 def test_script_ends_with_one_line_of_json(name: str, tmp_path: Path) -> None:
     said = said_by(tmp_path, name, "--quick", "--json")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import Processes, work_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 DOC = Path(__file__).parents[2] / "docs" / "model.md"
 # Behind it every import of Headwater fails, in a process that was forked with Headwater loaded too.

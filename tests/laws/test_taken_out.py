@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.laws.bare_process import run_simulation
 from tests.laws.features import ALWAYS, ROOMS
 from tests.laws.test_structure import ROOT
 
@@ -71,14 +72,7 @@ def copy_without(feature: str, target: Path) -> Path:
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headwater.simulation.cli", *PLAIN, *flags, "--out", folder / "out"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_simulation(folder, [*PLAIN, *flags, "--out", str(folder / "out")])
 
 
 @pytest.mark.slow

@@ -14,7 +14,11 @@ import headwater
 from headwater.simulation.guide.run_lab import ROUNDS
 from tests.browser import IS_SHOWN, chromium, move_all_sliders, tab
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the guide computes its answers
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]  # the guide computes its answers
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src"}

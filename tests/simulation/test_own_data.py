@@ -141,7 +141,7 @@ def test_a_device_whose_file_the_task_cannot_read_is_left_out_and_named_in_one_l
     assert {client["name"] for client in row["clients"] + row["masked_clients"]} == {*SIZES}
     [line] = [line for line in caplog.messages if "a.csv" in line]
     assert line.startswith("device a is refused: TaskFailed: train_examples failed on devices/a")
-    assert re.search(r'RuntimeError: .* \(File ".*tasks\.py", line \d+, in train_examples', line)
+    assert re.search(r'RuntimeError: .*File ".*tasks\.py", line \d+, in train_examples', line)
 
 
 def test_a_file_that_the_task_cannot_read_does_not_end_the_command_before_the_run(

@@ -71,6 +71,7 @@ def test_a_wrong_budget_or_seed_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_an_interrupted_comparison_shows_what_is_done_and_the_same_command_or_call_ends_it(
     tmp_path: Path,
@@ -155,28 +156,23 @@ def test_a_call_refuses_what_the_command_refuses_and_objects_of_its_process() ->
 
 @pytest.mark.slow
 def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_path: Path) -> None:
+    """With which a simulation that asks for advice trains; it finds the comparison done."""
+    out = tmp_path / "compare"
     found = headwater.compare(
         "tests/tasks.py:TwoLayers",
         clients=2,
-        budget="rounds=2",
         quick=True,
-        out=tmp_path,
+        out=out,
         settings={"plan.micro_batch_size": 4},
         progress=False,
     )
     assert [len(one["runs"]) for one in found.record["algorithms"]].count(1) <= 4
     assert found.record["seeds"] == [0]
-    run = headwater.simulate("tests/tasks.py:TwoLayers", settings=tmp_path / "best.toml")
-    assert len(run.history) == 2
-
-
-@pytest.mark.slow
-def test_a_simulation_that_asks_for_advice_trains_with_the_best(tmp_path: Path) -> None:
-    words = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--rounds", "2", "--advise"]
-    ended = CliRunner().invoke(app, [*words, "--threads", "1", "--out", str(tmp_path)])
+    words = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--micro-batch-size", "4"]
+    given = ["--rounds", "2", "--threads", "1", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(app, [*words, "--advise", *given])
     assert ended.exit_code == 0, ended.output
-    best = load(tmp_path / "compare" / "best.toml", {})
-    used = load(tmp_path / "settings.toml", {})
+    assert "done already" in ended.output
+    best, used = (load(one, {}) for one in (out / "best.toml", tmp_path / "settings.toml"))
     assert used.num_rounds == 2
     assert (used.local, used.optimizer) == (best.local, best.optimizer)
-    assert headwater.load_model(tmp_path) is not None

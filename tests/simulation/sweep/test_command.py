@@ -135,6 +135,7 @@ def interrupt(folder: Path, out: str, signal_number: int) -> subprocess.Popen[st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_sweep_resumes_to_the_models_of_the_uninterrupted_one(folder: Path) -> None:
     whole = start(folder, "whole", "--jobs", "1")
     output = output_of(whole)
@@ -187,6 +188,7 @@ def test_the_workers_of_a_killed_sweep_end_and_keep_their_rounds(folder: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_dies_fails_only_its_run_and_the_next_call_repeats_it(folder: Path) -> None:
     (folder / "die").touch()
     first = start(folder, "out", "--jobs", "1", DIES_AT=str(folder / "die"))
@@ -210,6 +212,7 @@ def test_a_diverged_run_is_a_result_and_is_not_repeated(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_second_sweep_in_one_folder_and_bad_arguments_are_refused(folder: Path) -> None:
     hold = folder / "hold"
     hold.touch()
