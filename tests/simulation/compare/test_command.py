@@ -169,7 +169,7 @@ def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_pat
     assert [len(one["runs"]) for one in found.record["algorithms"]].count(1) <= 4
     assert found.record["seeds"] == [0]
     words = ["--task", "tests/tasks.py:TwoLayers", "--clients", "2", "--micro-batch-size", "4"]
-    given = ["--rounds", "2", "--threads", "1", "--out", str(tmp_path)]
+    given = ["--rounds", "2", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, [*words, "--advise", *given])
     assert ended.exit_code == 0, ended.output
     assert "done already" in ended.output
