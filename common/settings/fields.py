@@ -89,8 +89,8 @@ def _check_criterion(text: str) -> str:
     return text
 
 
-PATTERNS, PAIRS, PLACES = "PATTERNS", "NAME=VALUE", "FILE.py:CLASS,..."
-"""The units of several patterns, of names with values, or of places of code, in one text.
+PATTERNS, PAIRS, PLACES, KEYS = "PATTERNS", "NAME=VALUE", "FILE.py:CLASS,...", "KEY"
+"""The units of several patterns, names with values, places of code, or public keys, in one text.
 
 The flag may be repeated, and a file may have a list.
 """
@@ -173,6 +173,7 @@ Folder = Annotated[Path, Unit("DIR")]
 File = Annotated[Path, Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
 Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERNS)]
+Keys = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(KEYS)]
 Places = Annotated[str, BeforeValidator(_joined_places), Field(max_length=4000), Unit(PLACES)]
 Pairs = Annotated[
     str,

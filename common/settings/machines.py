@@ -24,10 +24,10 @@ from headwater.common.settings.fields import (
     Folder,
     Fraction,
     Hours,
+    Keys,
     Name,
     Pairs,
     Part,
-    Patterns,
     Seconds,
     Unit,
     WaitSeconds,
@@ -113,7 +113,7 @@ class ServerSettings(Branch):
 
 
 class AlertSettings(Branch):
-    """What the operator is told of by itself (docs/operation.md)."""
+    """The troubles that the server reports by itself (docs/operation.md)."""
 
     notify: Annotated[str, Unit("URL|COMMAND")] | None = setting(
         None,
@@ -180,7 +180,7 @@ class ClientSettings(Branch):
         "the file or folder of examples for such a task, as Texts=PATH; not set: --data",
         "--also-data",
     )
-    trust: Patterns | None = setting(
+    trust: Keys | None = setting(
         None,
         "the key of a signer, from `headwater-server signer`, whose tasks this device takes from "
         "its server and runs (docs/operation.md)",

@@ -12,7 +12,7 @@ from headwater.common.errors import TaskBundleRefused
 
 
 def check_requirements(requires: Iterable[str], *, title: str) -> None:
-    """Check that all packages are there, in the versions that are asked for.
+    """Check that all packages are installed, in the versions that the task needs.
 
     Raises:
         TaskBundleRefused: some are not; names them, and the command that installs them.

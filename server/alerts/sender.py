@@ -26,7 +26,7 @@ MAX_QUEUED = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """What is told: that a trouble is there, or is over."""
+    """One message to the operator: a trouble has begun, or it is over."""
 
     text: str
     kind: str

@@ -296,7 +296,7 @@ PLANNED = {
     "num_examples": "planned_examples",
     "weight": "planned_examples",
 }
-"""What stands for a masked client's figures, which only the client knows."""
+"""The plan's figures, shown for a masked client whose own figures only the client knows."""
 
 
 def figure_of(row: Row, name: str) -> list[Any]:

@@ -73,7 +73,7 @@ def publish(
     """Write a task's bundle, and return it with its file.
 
     With ``folder`` all files below it are in the bundle, which must have the task's file; else that
-    file alone. Without a ``version`` it is one more than the last that lies beside it.
+    file alone. Without a ``version`` it is one more than that of the newest bundle in the folder.
 
     Raises:
         UnknownTask: the task cannot be loaded here.
