@@ -212,6 +212,14 @@ def publish(
             help="All files below it go along. [default: the task's file]",
         ),
     ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--with",
+            metavar="FILE",
+            help="A file beside the task that it reads or imports. May be repeated.",
+        ),
+    ] = None,
     requires: Annotated[
         list[str] | None,
         typer.Option(
@@ -247,7 +255,13 @@ def publish(
 
     found, is_new = signer_key(key)
     bundle, path = write(
-        task, key=found, folder=folder, requires=requires or (), version=version, out=out
+        task,
+        key=found,
+        folder=folder,
+        beside=beside or (),
+        requires=requires or (),
+        version=version,
+        out=out,
     )
     number = counted(len(bundle.content.files), "file")
     console.print(

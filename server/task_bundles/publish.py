@@ -66,6 +66,7 @@ def publish(
     *,
     key: Ed25519PrivateKey,
     folder: Path | None = None,
+    beside: Sequence[Path] = (),
     requires: Sequence[str] = (),
     version: int | None = None,
     out: Path | None = None,
@@ -73,7 +74,8 @@ def publish(
     """Write a task's bundle, and return it with its file.
 
     With ``folder`` all files below it are in the bundle, which must have the task's file; else that
-    file alone. Without a ``version`` it is one more than that of the newest bundle in the folder.
+    file and those ``beside`` it. Without a ``version`` it is one more than that of the newest
+    bundle in the folder.
 
     Raises:
         UnknownTask: the task cannot be loaded here.
@@ -88,10 +90,12 @@ def publish(
             remedy="name the task's file: publish my_task.py:MyTask",
         )
     root = file.resolve().parent if folder is None else folder.resolve()
-    paths = [file.resolve()] if folder is None else _files_of(root)
-    if file.resolve() not in paths:
+    own = [file.resolve(), *(one.resolve() for one in beside)]
+    paths = own if folder is None else _files_of(root)
+    if outside := [one for one in own if one not in paths or not one.is_relative_to(root)]:
         raise SettingsError(
-            f"{file} is not in the folder {root}", remedy="name the folder that has it: --folder"
+            f"{outside[0]} is not in the folder {root}",
+            remedy="name the folder that has it: --folder",
         )
     target = file.with_suffix("").parent if out is None else out
     if out is None or out.is_dir():

@@ -238,6 +238,18 @@ def test_publishing_names_what_cannot_be_published(tmp_path: Path) -> None:
         publish(spec, key=key, folder=code)
 
 
+def test_files_beside_the_task_go_along(tmp_path: Path) -> None:
+    key, _ = new_key(tmp_path / "keys" / "signer.key")
+    spec = write_code(tmp_path / "code")
+    (tmp_path / "code" / "test.csv").write_text("a,b\n")
+    (tmp_path / "other.csv").write_text("a,b\n")
+    names = [tmp_path / "code" / name for name in ("test.csv", "sizes.py")]
+    bundle, _ = publish(spec, key=key, beside=names)
+    assert set(bundle.content.files) == {"parity.py", "sizes.py", "test.csv"}
+    with pytest.raises(SettingsError, match="is not in the folder"):
+        publish(spec, key=key, beside=[tmp_path / "other.csv"])
+
+
 def test_versions_follow_those_that_lie_beside_the_task(tmp_path: Path) -> None:
     key, _ = new_key(tmp_path / "signer.key")
     spec = write_code(tmp_path / "code")
