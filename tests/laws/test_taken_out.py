@@ -9,12 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.laws.bare_process import run_simulation
+from tests.laws.bare_process import BareProcess
 from tests.laws.features import ALWAYS, ROOMS
 from tests.laws.test_structure import ROOT
 
@@ -71,26 +72,29 @@ def copy_without(feature: str, target: Path) -> Path:
     return target
 
 
-def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return run_simulation(folder, [*PLAIN, *flags, "--out", str(folder / "out")])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FLAGS)
 def test_a_plain_run_does_without_a_feature_s_folders(
-    feature: str, tmp_path: Path, whole: Path
+    feature: str, tmp_path: Path, whole: Path, bare: BareProcess
 ) -> None:
-    done = run(copy_without(feature, tmp_path))
+    plain = (*PLAIN, "--out", str(tmp_path / "out"))
+    done = bare.simulate(copy_without(feature, tmp_path), plain)
     assert done.returncode == 0, done.stderr
     found, expected = (load_file(one / "out" / "model.safetensors") for one in (tmp_path, whole))
     assert all((found[name] == expected[name]).all() for name in expected)
     if FLAGS[feature]:
         shutil.rmtree(tmp_path / "out")
-        refused = run(tmp_path, *FLAGS[feature])
+        refused = bare.simulate(tmp_path, (*plain, *FLAGS[feature]))
         assert refused.returncode != 0
         assert "FeatureMissing" in refused.stderr
         assert "Traceback" not in refused.stderr
         assert f".{feature}" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[BareProcess]:
+    with BareProcess() as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
