@@ -108,6 +108,8 @@ class PlanTable(Mapping[str, Plan]):
         """Return what follows from each client's terms alone; found once for each kind of them."""
         kinds = dict(zip(map(id, self.terms), self.terms, strict=True))
         found = {key: figure(terms) for key, terms in kinds.items()}
+        if len(found) == 1:
+            return [*found.values()] * len(self.terms)
         return list(map(found.__getitem__, map(id, self.terms)))
 
     def of_each_kind(self) -> list[Plan]:
@@ -247,12 +249,22 @@ class _Kinds:
         return list(zip(rows, map(id, drafts.terms), *texts, strict=True))
 
     def shared(self, make: Callable[[int, str], MadeT]) -> Callable[[str], MadeT]:
-        """Return a function that makes something of a client's plan, once for each kind."""
+        """Return a function that makes something of a client's plan, once for each kind.
+
+        The first client's is made before kinds are told apart: a round may look at no other.
+        """
         made: dict[tuple[object, ...], MadeT] = {}
+        first: list[MadeT] = []
 
         def of_client(name: str) -> MadeT:
             row = self._assigned.rows[name]
+            if row == 0 and not first:
+                first.append(make(row, name))
+            if row == 0:
+                return first[0]
             key = self._keys[row]
+            if first and key == self._keys[0]:
+                return first[0]
             if key not in made:
                 made[key] = make(row, name)
             return made[key]

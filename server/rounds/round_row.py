@@ -227,7 +227,8 @@ class ClientRows(Sequence[ClientRow]):
     """The rows of a round's clients; each is made when it is read, as often none is."""
 
     def __init__(self, accepted: AcceptedReports, plans: Mapping[str, Plan]) -> None:
-        self.names = [name for name in plans if name in accepted]
+        is_whole = len(accepted) == len(plans)  # no other client's report is accepted
+        self.names = [*plans] if is_whole else [name for name in plans if name in accepted]
         self.plans = plans
         self._accepted = accepted
         self._told: Mapping[str, Figure] | None = None

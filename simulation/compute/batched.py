@@ -281,17 +281,19 @@ class BatchedCompute:
         if self._steps is not None:  # devices of like numbers of steps together
             max_rows, num_vectors = MAX_ROWS, np.ones_like(num_vectors)
             columns = columns.some(np.argsort(-columns.num_local_steps, kind="stable"))
-        counts = zip(columns.num_examples.tolist(), num_vectors.tolist(), strict=True)
-        start = num_steps = num_rows = 0
-        for at, (rows, steps) in enumerate(counts):
-            is_full = num_rows + rows > max_rows
-            is_full |= has_vectors and num_steps + steps > self._max_vectors
-            if at > start and is_full:
-                yield columns.some(np.arange(start, at))
-                start, num_steps, num_rows = at, 0, 0
-            num_steps, num_rows = num_steps + steps, num_rows + rows
-        if len(columns):
-            yield columns.some(np.arange(start, len(columns))) if start else columns
+        limits = [(np.cumsum(columns.num_examples), max_rows)]
+        if has_vectors:
+            limits.append((np.cumsum(num_vectors), self._max_vectors))
+        start = 0
+        while start < len(columns):
+            ends = [
+                int(np.searchsorted(sums, most + (sums[start - 1] if start else 0), "right"))
+                for sums, most in limits
+            ]
+            end = max(min(ends), start + 1)
+            is_all = end - start == len(columns)
+            yield columns if is_all else columns.some(np.arange(start, end))
+            start = end
 
     def _finite(
         self, block: RoundColumns, sums: SumResult, image: SentModel, run_id: int
