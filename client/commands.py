@@ -225,6 +225,7 @@ def _identity(settings: Settings) -> Identity:
         part=device.part,
         num_parts=device.num_parts,
         rule=settings.partition.rule(seed=settings.seed),
+        labels=device.labels,
     )
 
 

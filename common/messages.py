@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 from torch import Tensor
 
-from headwater.common.settings.fields import Seconds
+from headwater.common.settings.fields import LABELS_PATTERN, MAX_LABELS, Seconds
 from headwater.common.settings.training import (
     MAX_ALGORITHM_CHARACTERS,
     ChosenPrecision,
@@ -388,6 +388,9 @@ class DeviceReport(WireMessage):
         False, description="the device has not the frozen part that the request names"
     )
     task: TaskCode | None = Field(None, description="which task the device trains")
+    labels: Annotated[str, Field(pattern=f"^{LABELS_PATTERN}$", max_length=MAX_LABELS)] | None = (
+        Field(None, description="what its owner says of it, as site=lab,kind=pi; None: nothing")
+    )
     is_aggregator: bool = Field(
         False, description="it trains nothing itself, and lists its own devices when asked"
     )

@@ -337,6 +337,10 @@ def plan(
 def status(
     out: RunFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="LABEL=VALUE", help="Only the devices of these labels: site=lab."),
+    ] = None,
 ) -> None:
     """Show the state of a run and of each of its devices.
 
@@ -348,6 +352,8 @@ def status(
     from headwater.server.operations import status as status_table
 
     state = status_table.read_status(out)
+    if devices is not None:
+        state = status_table.of_labels(state, devices)
     if as_json:
         typer.echo(status_table.as_json(state))
     else:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from headwater.common.errors import HeadwaterError
 from headwater.common.messages import (
     DescribeRequest,
+    DeviceReport,
     EvaluateReport,
     Plan,
     ReadyReport,
@@ -144,6 +145,14 @@ class Traffic:
         )
 
 
+Counts = Callable[[DeviceReport], bool]
+
+
+def everyone(_: DeviceReport) -> bool:
+    """Return True."""
+    return True
+
+
 class Fleet(Protocol):
     """The clients that a run trains with."""
 
@@ -165,11 +174,11 @@ class Fleet(Protocol):
         ...
 
     def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+        self, request: DescribeRequest, *, min_clients: int, counts: Counts = everyone
     ) -> ConnectedClients:
         """Wait until ``min_clients`` are connected, and return all that are, with their reports.
 
-        The clients ``without`` do not count among ``min_clients``.
+        ``counts`` says whether a client counts among ``min_clients``.
 
         A simulator may make a report only when it is looked up. If the device then turns out to be
         unable to describe itself, the lookup raises a KeyError.

@@ -84,6 +84,8 @@ class Node:
             ALLOW_LIST: settings.secure.allow_list,
         }
         self._node_config |= {key: str(path) for key, path in paths.items() if path is not None}
+        if identity.labels is not None:
+            self._node_config["labels"] = identity.labels
         self._node_config[OWN_SETTINGS] = True
         self.state_folder = state_folder
         self._context: Context | None = None

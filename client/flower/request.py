@@ -161,6 +161,7 @@ def _identity(context: Context, settings: Settings) -> Identity:
         data=node["data"],
         part=node["part"],
         num_parts=node["num_parts"],
+        labels=node["labels"],
         rule=settings.partition.rule(seed=settings.seed),
     )
 

@@ -110,6 +110,7 @@ def describe_masked(request: DeviceRequest, wanted: DescribeRequest) -> RecordDi
         precision=figures.precision,
         lacks_frozen=lacks_frozen,
         task=trainer.task_code,
+        labels=identity.labels,
     )
     if (told := reported_line(report)) is not None and not request.is_simulated:
         records.save_state(request.context, SPEED, told)  # by which plans are checked

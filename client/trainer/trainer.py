@@ -290,6 +290,7 @@ class Trainer:
             fastest_micro_batch_size=speed.fastest_micro_batch_size if speed else None,
             precision=chosen,
             task=self.task_code,
+            labels=identity.labels,
         )
 
     def _share(self, identity: Identity, request: DescribeRequest) -> DataShare | None:

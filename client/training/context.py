@@ -40,6 +40,8 @@ class Identity:
     num_parts: int
     rule: PartitionRule | None = None
     """Partitions the data set; None if the task itself splits its data."""
+    labels: str | None = None
+    """What its owner says of it, as site=lab,kind=pi."""
 
 
 HardwareOf = Callable[[Identity, Settings, ModelLayout], Hardware]

@@ -293,11 +293,12 @@ def delete_state(context: Context, name: str) -> bool:
 
 
 def node_identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name, data path and part from a node's configuration, ours or Flower's."""
+    """Return name, labels, data path and part from a node's configuration, ours or Flower's."""
     part = int(node_config.get("partition-id", 0))
     data = node_config.get("data")
     return {
         "name": str(node_config["name"]) if "name" in node_config else None,
+        "labels": str(node_config["labels"]) if "labels" in node_config else None,
         "data": Path(str(data)) if data else None,
         "part": part,
         "num_parts": int(node_config.get("num-partitions", 1)),

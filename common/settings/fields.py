@@ -90,7 +90,9 @@ def _check_criterion(text: str) -> str:
 
 
 PATTERNS, PAIRS, PLACES, KEYS = "PATTERNS", "NAME=VALUE", "FILE.py:CLASS,...", "KEY"
-"""The units of several patterns, names with values, places of code, or public keys, in one text.
+LABELS = "LABEL=VALUE"
+"""The units of several patterns, names with values, places of code, public keys or labels, in one
+text.
 
 The flag may be repeated, and a file may have a list.
 """
@@ -138,6 +140,45 @@ def _check_pairs(text: str) -> str:
     return text
 
 
+LABEL_PATTERN = r"[\w.-]{1,40}=[\w.-]{1,40}"
+LABELS_PATTERN, MAX_LABELS = rf"{LABEL_PATTERN}(?:,{LABEL_PATTERN})*", 500  # characters of all
+
+
+def labels_of(joined: str) -> dict[str, set[str]]:
+    """Return the values of each label in ``site=lab,kind=pi``.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    found: dict[str, set[str]] = {}
+    for part in joined.split(","):
+        if not re.fullmatch(LABEL_PATTERN, part):
+            raise ValueError(
+                "expected labels as site=lab, each side up to 40 letters, digits, dots or dashes"
+            )
+        name, _, value = part.partition("=")
+        found.setdefault(name, set()).add(value)
+    return found
+
+
+def has_labels(own: str | None, wanted: str) -> bool:
+    """Return whether a device has each of the wanted labels, with one of its wanted values."""
+    known = {} if own is None else labels_of(own)
+    return all(known.get(name, set()) & values for name, values in labels_of(wanted).items())
+
+
+def _check_labels(text: str) -> str:
+    labels_of(text)
+    return text
+
+
+def _check_own_labels(text: str) -> str:
+    twice = [name for name, values in labels_of(text).items() if len(values) > 1]
+    if twice:
+        raise ValueError(f"expected one value of each label, found several of {twice[0]}")
+    return text
+
+
 MAX_PAIRS = 50
 BYTES = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]i?)B", re.IGNORECASE)
 PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -182,6 +223,14 @@ Pairs = Annotated[
     Field(max_length=10_000),
     Unit(PAIRS),
 ]
+Labels = Annotated[
+    str,
+    BeforeValidator(_joined_patterns),
+    AfterValidator(_check_labels),
+    Field(max_length=MAX_LABELS),
+    Unit(LABELS),
+]
+OwnLabels = Annotated[Labels, AfterValidator(_check_own_labels)]
 Criterion = Annotated[str, AfterValidator(_check_criterion), Unit("METRIC")]
 Hours = Annotated[str, AfterValidator(_check_hours), Unit("HH:MM-HH:MM")]
 

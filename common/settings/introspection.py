@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headwater.common.settings.fields import KEYS, PAIRS, PATTERNS, PLACES, Branch, Unit
+from headwater.common.settings.fields import KEYS, LABELS, PAIRS, PATTERNS, PLACES, Branch, Unit
 from headwater.common.settings.schema import Settings
 
 # A larger limit only keeps a number within its integer type: not shown.
@@ -59,7 +59,9 @@ class ValueType:
     @property
     def is_repeated(self) -> bool:
         """Whether the flag may be given several times."""
-        return self.types == [dict] or not {PATTERNS, PAIRS, PLACES, KEYS}.isdisjoint(self.units)
+        return self.types == [dict] or not {PATTERNS, PAIRS, PLACES, KEYS, LABELS}.isdisjoint(
+            self.units
+        )
 
     @property
     def limits_text(self) -> str:

@@ -26,6 +26,7 @@ from headwater.common.settings.fields import (
     Hours,
     Keys,
     Name,
+    OwnLabels,
     Pairs,
     Part,
     Seconds,
@@ -168,6 +169,11 @@ class ClientSettings(Branch):
     )
     num_parts: Count = setting(
         1, "parts that the task splits bundled data into", on=f"{DEVICE} {OWNER}", short=True
+    )
+    labels: OwnLabels | None = setting(
+        None,
+        "what the operator may choose this device by, as site=lab,kind=pi (docs/operation.md)",
+        "--label",
     )
     tasks: Pairs | None = setting(
         None,

@@ -16,6 +16,7 @@ from headwater.common.settings.fields import (
     Delta,
     Epsilon,
     File,
+    Labels,
     NoiseMultiplier,
     Part,
     Probability,
@@ -37,6 +38,11 @@ class CohortSettings(Branch):
 
     min_clients: Count = setting(1, "fewest clients for a round to start and count", short=True)
     size: Count | None = setting(None, "clients invited per round; not set: all", "--cohort-size")
+    devices: Labels | None = setting(
+        None,
+        "train with the devices of these labels alone: site=lab; with several labels a device has "
+        "them all, with several values of one any of these (docs/operation.md)",
+    )
     deadline_seconds: Seconds | None = setting(
         None, "a round ends then with the updates it has; not set: wait for all", "--deadline"
     )

@@ -36,7 +36,7 @@ from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds.checkpoint import saved_round
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
-from headwater.server.rounds.round_loop import Stopwatch, finish_round
+from headwater.server.rounds.round_loop import Stopwatch, connected_clients, finish_round
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_folder import save_checkpoint
 from headwater.server.rounds.run_state import Training
@@ -137,13 +137,9 @@ class BufferedRounds:
     ) -> tuple[RoundPlans, int]:
         """Plan for the free clients; return the plans of all that work then, and the buffer."""
         planner, settings = training.planner, training.settings
-        clients = self._fleet.describe(
-            planner.describe_request(),
-            min_clients=settings.num_clients_needed,
-            without=planner.sitting_out(round_number=training.round + 1),
-        )
+        clients = connected_clients(training, self._fleet)
         watch.lap("wait")
-        observer.begun(training.round + 1, clients.reports)
+        observer.begun(training.round + 1, clients.all_reports)
         num_clients = len(clients.reports.keys() | self._plans.keys())
         most = settings.cohort.size or num_clients
         num_absent = sum(plan.model_version < training.round - 1 for plan in self._plans.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation.round_seconds import LinkSeconds
-from headwater.server.fleet import BranchSum, Dropout, Reply, Traffic
+from headwater.server.fleet import BranchSum, Counts, Dropout, Reply, Traffic, everyone
 from headwater.server.flower.answers import (
     Answer,
     Patience,
@@ -87,7 +87,7 @@ class GridFleet:
             self._own.share_frozen(image)
 
     def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+        self, request: DescribeRequest, *, min_clients: int, counts: Counts = everyone
     ) -> ConnectedClients:
         self._request = request
         self._intermediaries.begin_round()
@@ -101,7 +101,7 @@ class GridFleet:
             self._registration.update(request)
             reports, refused = self._registration.clients(), self._registration.refused
             may_begin = self._own is None or self._own.may_begin()
-            if may_begin and self._registration.may_begin(min_clients=min_clients, without=without):
+            if may_begin and self._registration.may_begin(min_clients=min_clients, counts=counts):
                 refusals.log()
                 return self._connected(reports)
             is_complete = not getattr(self._grid, "awaits_more", True)
@@ -113,7 +113,7 @@ class GridFleet:
                 next_refusals = time.monotonic() + REFUSALS_SECONDS
             if may_begin and time.monotonic() >= next_notice:
                 log.warning(
-                    "%s", self._registration.awaited(min_clients=min_clients, without=without)
+                    "%s", self._registration.awaited(min_clients=min_clients, counts=counts)
                 )
                 next_notice = time.monotonic() + WAITING_NOTICE_SECONDS
             time.sleep(JOIN_POLL_SECONDS)

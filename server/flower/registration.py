@@ -34,6 +34,7 @@ from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.wording import counted
+from headwater.server.fleet import Counts, everyone
 from headwater.server.flower.intermediaries import Intermediaries
 from headwater.server.refused_devices import RefusedDevices
 
@@ -91,14 +92,14 @@ class Registration:
         self._has_begun = False
         self._enough_since: float | None = None
 
-    def may_begin(self, *, min_clients: int, without: Collection[str] = ()) -> bool:
+    def may_begin(self, *, min_clients: int, counts: Counts = everyone) -> bool:
         """Return whether a round may begin with the clients that have described themselves.
 
         The first round waits a little for newcomers that have not answered yet, because the
         devices of a fleet start at about the same time; the wait ends even if more newcomers come.
-        No later round waits for a newcomer. The clients ``without`` are not among ``min_clients``.
+        No later round waits for a newcomer. ``counts``: see ``Fleet.describe``.
         """
-        if self.intermediaries.awaited() or self._num_clients(without) < min_clients:
+        if self.intermediaries.awaited() or self._num_clients(counts) < min_clients:
             return False
         if not self._has_begun:
             now = self._clock()
@@ -110,20 +111,20 @@ class Registration:
             )
         return self._has_begun
 
-    def awaited(self, *, min_clients: int, without: Collection[str] = ()) -> str:
+    def awaited(self, *, min_clients: int, counts: Counts = everyone) -> str:
         """Say what a round waits for that may not begin."""
-        number = self._num_clients(without)
+        number = self._num_clients(counts)
         if number < min_clients:
-            num_without = len(self.clients().keys() & set(without))
-            more = f", without {num_without} that sit out" if num_without else ""
+            num_without = len(self.clients()) - number
+            more = f", without {num_without} that this round is not for" if num_without else ""
             return f"waiting: {number} of {counted(min_clients, 'client')} joined{more}"
         if names := self.intermediaries.awaited():
             return f"waiting for the list of devices of {', '.join(names)}"
         number = sum(not one.is_repeat for one in self._pending.values())
         return f"waiting for {counted(number, 'newcomer')} to answer"
 
-    def _num_clients(self, without: Collection[str]) -> int:
-        return len(self.clients().keys() - set(without))
+    def _num_clients(self, counts: Counts) -> int:
+        return sum(map(counts, self.clients().values()))
 
     def clients(self) -> dict[str, DeviceReport]:
         """Return the descriptions of all clients by name: the nodes' own, and the aggregators'.

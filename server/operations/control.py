@@ -178,7 +178,7 @@ class RunControl(Observer):
         for report in reports.values():
             record = self._device_records.get(report.name)
             record.note_vitals(report.vitals)
-            record.task = report.task
+            record.task, record.labels = report.task, report.labels
         self.round = round_number - 1
 
     def closed(self, opened: OpenRound) -> None:

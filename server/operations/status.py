@@ -20,6 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from headwater.common.errors import SettingsError
+from headwater.common.settings.fields import has_labels
 from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
@@ -114,6 +116,25 @@ def as_json(status: dict[str, Any]) -> str:
     return json.dumps(to_json_value(status), allow_nan=False)
 
 
+def of_labels(status: dict[str, Any], wanted: str) -> dict[str, Any]:
+    """Return the status with the devices of these labels alone.
+
+    Raises:
+        SettingsError: they are no labels, or no device has them.
+    """
+    try:
+        found = [one for one in status["devices"] if has_labels(one["labels"], wanted)]
+    except ValueError as error:
+        raise SettingsError(f"--devices {wanted}: {error}") from error
+    if not found:
+        known = {label for one in status["devices"] for label in (one["labels"] or "").split(",")}
+        raise SettingsError(
+            f"no device has the labels {wanted}",
+            remedy=f"the devices have: {', '.join(sorted(known - {''})) or 'no labels'}",
+        )
+    return status | {"devices": found}
+
+
 def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     """Return the status as text: two lines about the run, then a table of its devices."""
     parts: list[RenderableType] = [_headline(status, folder)]
@@ -193,8 +214,12 @@ def _fleet(devices: list[dict[str, Any]]) -> Table:
     table.add_column("device", overflow="fold", min_width=6, max_width=max_width)
     for column in COLUMNS:
         table.add_column(column, justify="right", overflow="fold")
+    has_labels = any(device["labels"] for device in devices)
+    if has_labels:
+        table.add_column("labels", overflow="fold")
     for device in devices:
-        table.add_row(*map(Text, _cells(device)))
+        labels = [printable(device["labels"] or ABSENT)] if has_labels else []
+        table.add_row(*map(Text, [*_cells(device), *labels]))
     return table
 
 

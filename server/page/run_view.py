@@ -258,6 +258,7 @@ class RunView(Observer):
                 tile.update(state=tiles_of.IDLE, why="")
             tile["limit"] = tile["limit"] or record.memory_limit_bytes
             tile["heat"] = tile["heat"] or record.temperature_celsius
+            tile["labels"] = record.labels
             tile["memory"] = tile["memory"] or record.peak_bytes
 
 

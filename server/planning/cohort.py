@@ -42,6 +42,13 @@ class ConnectedClients:
     """The clients that described themselves again; new clients may be missing here."""
     disconnected: Collection[str] = ()
     """The clients that were connected as the last round began, and no longer are."""
+    others: Mapping[str, DeviceReport] = field(default_factory=dict)
+    """Those that are connected, and whom the run is not for."""
+
+    @property
+    def all_reports(self) -> Mapping[str, DeviceReport]:
+        """The descriptions of all that are connected."""
+        return {**self.reports, **self.others} if self.others else self.reports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,6 +53,13 @@ class DraftPlans:
 class PlanningMoments:
     """The moments of a round's planning; a feature overrides those that it needs."""
 
+    chooses_clients = False
+    """Whether ``admits`` says no to some."""
+
+    def admits(self, report: DeviceReport) -> bool:
+        """Return whether the run is for this client; the others stay connected, and wait."""
+        return True
+
     def describe(self, request: DescribeRequest) -> DescribeRequest:
         """Change the request for a client's description."""
         return request
@@ -101,6 +108,10 @@ def _has_local_work(settings: Settings, layout: ModelLayout) -> bool:
 
 # By name: whether it is on, and its class. In the order in which they act.
 FEATURES: dict[str, tuple[Callable[[Settings, ModelLayout], bool], str]] = {
+    "device_labels": (
+        lambda settings, layout: settings.cohort.devices is not None,
+        "headwater.server.device_labels.labelled_devices:LabelledDevices",
+    ),
     "compression": (
         lambda settings, layout: (
             settings.compression.up != "off" or settings.compression.down != "off"

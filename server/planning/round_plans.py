@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import numpy as np
@@ -161,6 +161,24 @@ class RoundPlanner:
         """
         excluded = {n: one for n, one in self.excluded.items() if round_number <= one.through_round}
         return set(excluded) if any(one.is_for_model for one in excluded.values()) else set()
+
+    def counts(self, *, round_number: int) -> Callable[[DeviceReport], bool]:
+        """Return what says whether a client counts among those that a round waits for."""
+        out = self.sitting_out(round_number=round_number)
+        return lambda report: report.name not in out and self._admits(report)
+
+    def _admits(self, report: DeviceReport) -> bool:
+        return all(feature.admits(report) for feature in self.features)
+
+    def admitted(self, clients: ConnectedClients) -> ConnectedClients:
+        """Return the clients that the run is for, with the others apart."""
+        if not any(feature.chooses_clients for feature in self.features):
+            return clients  # of a million simulated ones most are never looked at
+        found = {name: clients.reports.get(name) for name in clients.reports}
+        reports = {name: one for name, one in found.items() if one and self._admits(one)}
+        others = {name: one for name, one in found.items() if one and name not in reports}
+        gone = {*clients.disconnected, *others}
+        return replace(clients, reports=reports, disconnected=gone, others=others)
 
     def describe_request(self, *, left_out: str | None = None) -> DescribeRequest:
         """Return the request for a client's description of itself, when it joins or is left out."""

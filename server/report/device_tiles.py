@@ -34,6 +34,7 @@ def new_tile(name: str) -> Tile:
         "name": label(name),
         "state": IDLE,
         "why": "",
+        "labels": None,
     }
 
 

@@ -27,6 +27,7 @@ from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.aggregation.round_seconds import measured_split, virtual_split
 from headwater.server.fleet import Fleet, Traffic
+from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.exclusions import breaches, owners_reasons
 from headwater.server.planning.known_clients import Told
 from headwater.server.planning.round_plans import RoundPlans
@@ -386,22 +387,29 @@ def _client_seconds(
     )
 
 
+def connected_clients(training: Training, fleet: Fleet) -> ConnectedClients:
+    """Wait until enough clients of the run are connected; return all of them that are."""
+    planner = training.planner
+    clients = fleet.describe(
+        planner.describe_request(),
+        min_clients=training.settings.num_clients_needed,
+        counts=planner.counts(round_number=training.round + 1),
+    )
+    return planner.admitted(clients)
+
+
 def _plan(training: Training, fleet: Fleet, observer: Observer, watch: Stopwatch) -> RoundPlans:
     """Wait for enough clients, plan the round, and ask the left-out clients to describe themselves.
 
     Their descriptions may have changed when the next round is planned.
     """
-    planner, needed = training.planner, training.settings.num_clients_needed
+    planner = training.planner
     planner.is_simulated = fleet.has_virtual_clock
-    clients = fleet.describe(
-        planner.describe_request(),
-        min_clients=needed,
-        without=planner.sitting_out(round_number=training.round + 1),
-    )
+    clients = connected_clients(training, fleet)
     watch.lap("wait")
     names = clients.reports.keys()
     turns = (feature.turns(names) for feature in training.features.values())
-    observer.begun(training.round + 1, clients.reports)
+    observer.begun(training.round + 1, clients.all_reports)
     planned = planner.plan(
         clients,
         round_number=training.round + 1,

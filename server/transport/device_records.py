@@ -64,6 +64,7 @@ class DeviceRecord:
     refusal_text: str | None = None
     task: str | None = None
     """The name and the code of the task that it trains, as it says."""
+    labels: str | None = None
 
     def note_plan(self, plan: Plan) -> None:
         """Record the device's plan."""

@@ -8,7 +8,7 @@ aggregator would see the sum of its devices (docs/scale.md).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headwater.common.errors import SettingsError
@@ -16,7 +16,16 @@ from headwater.common.flower.sent_model import SentModel
 from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, WireMessage
 from headwater.common.model.parameters import ModelImage
 from headwater.common.phases import Phase
-from headwater.server.fleet import BranchOrder, BranchSum, Dropout, Fleet, Reply, Traffic
+from headwater.server.fleet import (
+    BranchOrder,
+    BranchSum,
+    Counts,
+    Dropout,
+    Fleet,
+    Reply,
+    Traffic,
+    everyone,
+)
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.tree.aggregator import Aggregator
 
@@ -50,9 +59,9 @@ class TreeFleet:
         self._fleet.share_frozen(image)
 
     def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+        self, request: DescribeRequest, *, min_clients: int, counts: Counts = everyone
     ) -> ConnectedClients:
-        return self._fleet.describe(request, min_clients=min_clients, without=without)
+        return self._fleet.describe(request, min_clients=min_clients, counts=counts)
 
     def ask_again(self, requests: Mapping[str, DescribeRequest]) -> None:
         self._fleet.ask_again(requests)

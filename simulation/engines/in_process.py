@@ -8,7 +8,7 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
@@ -22,7 +22,7 @@ from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, Upd
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms
-from headwater.server.fleet import Answer, Dropout, Reply, Traffic
+from headwater.server.fleet import Answer, Counts, Dropout, Reply, Traffic, everyone
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.plan_table import PlanTable
 from headwater.simulation.compute.modes import StartPool, compute_of
@@ -120,11 +120,9 @@ class LocalFleet:
             self._devices.trainer.loaded_model.share_frozen(image)
 
     def describe(
-        self, request: DescribeRequest, *, min_clients: int, without: Collection[str] = ()
+        self, request: DescribeRequest, *, min_clients: int, counts: Counts = everyone
     ) -> ConnectedClients:
         """See ``Fleet``; looks at the simulated fleet until enough devices are connected.
-
-        No device is ``without``: a simulated one keeps no record of what it masked.
 
         Raises:
             SettingsError: MAX_LOOKS looks for the same round found too few.
@@ -133,7 +131,7 @@ class LocalFleet:
         number, roster = self._last_round + 1, self._roster
         for look in range(MAX_LOOKS):
             roster.look(request, round_number=number, look=look)
-            if roster.has(min_clients):
+            if roster.has(min_clients, counts):
                 roster.log_refusals()
                 return roster.clients()
             if (error := roster.take_error()) is not None:

@@ -20,6 +20,7 @@ from headwater.common.errors import (
 )
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
+from headwater.server.fleet import Counts
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.refused_devices import RefusedDevices
 from headwater.simulation.fleet.devices import Devices
@@ -111,9 +112,10 @@ class FleetRoster(Mapping[str, DeviceReport]):
             self._reports.clear()
         self._reports[part] = report
 
-    def has(self, number: int) -> bool:
-        """Whether at least so many connected devices can describe themselves."""
-        able = (name for name in self if self.get(name) is not None)
+    def has(self, number: int, counts: Counts) -> bool:
+        """Whether at least so many connected devices can describe themselves, and count."""
+        reports = (self.get(name) for name in self)
+        able = (report for report in reports if report is not None and counts(report))
         return sum(1 for _ in islice(able, number)) == number
 
     def log_refusals(self) -> None:

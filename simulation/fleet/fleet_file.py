@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.common.data.data_paths import find_data
 from headwater.common.run_scope import cached_in_scope
+from headwater.common.settings.fields import OwnLabels
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice
 from headwater.simulation.fleet.toml_tables import file_error, read_tables
@@ -57,6 +58,7 @@ class DeviceTable(BaseModel):
     round_seconds: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
     on_battery: Annotated[float, Field(ge=0, le=1)] | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
+    labels: OwnLabels | None = None
 
 
 class _FleetTables(FleetFaults):

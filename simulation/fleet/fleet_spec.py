@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.errors import SettingsError
+from headwater.common.settings.fields import has_labels
 from headwater.common.settings.rounds import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
@@ -19,7 +20,7 @@ from headwater.simulation.fleet.faults import (
     Moment,
     read_faults,
 )
-from headwater.simulation.fleet.identities import device_names
+from headwater.simulation.fleet.identities import EQUAL, device_names
 from headwater.simulation.fleet.profiles import (
     EQUAL_DEVICE,
     SimulatedDevice,
@@ -29,8 +30,6 @@ from headwater.simulation.fleet.profiles import (
 if TYPE_CHECKING:
     from headwater.simulation.fleet.fleet_file import FleetFile
 
-EQUAL = Path("equal")
-"""The word for a fleet of equal devices, in place of a file."""
 COUNT = "leave --clients out, or change the fleet's file or the data"
 ONE_PATH = (
     "give each device a path of its own with a pattern such as 'folder/*', in quotes; or split "
@@ -132,8 +131,32 @@ def with_fleet(settings: Settings) -> Settings:
             remedy=f"raise --clients to {size}, or lower --cohort-size; without it a round invites "
             "all",
         )
+    _check_labels(settings)
     _check_faults(settings)
     return settings
+
+
+def _check_labels(settings: Settings) -> None:
+    """Check that enough simulated devices have the labels of the run.
+
+    Raises:
+        SettingsError: there are fewer than a round needs.
+    """
+    wanted, needed = settings.cohort.devices, settings.num_clients_needed
+    if wanted is None:
+        return
+    fleet = fleet_spec(settings)
+    own = [fleet.device(part).labels for part in range(fleet.num_devices)]
+    number = sum(has_labels(one, wanted) for one in own)
+    if number < needed:
+        known = sorted({label for one in own if one is not None for label in one.split(",")})
+        raise SettingsError(
+            f"{counted(number, 'device')} of {fleet.num_devices} has --devices {wanted}, and a "
+            f"round needs {needed}",
+            remedy=f"choose by the labels that there are: {', '.join(known[:20])}"
+            if known
+            else "give the devices of a --fleet file labels: labels = 'site=lab'",
+        )
 
 
 def _is_equal(settings: Settings) -> bool:

@@ -14,10 +14,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from headwater.client.training.context import Identity
+from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.errors import SettingsError
+from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import Settings
 
+EQUAL = Path("equal")
+"""The word for a fleet of equal devices, in place of a file."""
 MAX_NAME = 100  # characters; the wire allows 128, and a state file's name holds more than this one
 
 
@@ -30,6 +34,8 @@ class Identities:
     """Partitions one data set over all devices; None if the task or ``data`` does."""
     data: tuple[str, ...]
     """Each device's own path; with a partition the path of the one data set; empty without data."""
+    labels: tuple[str | None, ...] = ()
+    """Of each device of a fleet's file; empty without one."""
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -62,10 +68,18 @@ class Identities:
 
     def of(self, part: int) -> Identity:
         """Return the identity with which a device opens its examples."""
+        labels = self.labels[part] if self.labels else None
         if self.has_own_data:
-            return Identity(name=self._names[part], data=Path(self.data[part]), part=0, num_parts=1)
+            return Identity(
+                name=self._names[part],
+                data=Path(self.data[part]),
+                part=0,
+                num_parts=1,
+                labels=labels,
+            )
         return Identity(
             name=str(part),
+            labels=labels,
             data=Path(self.data[0]) if self.data else None,
             part=part,
             num_parts=self.num_devices,
@@ -80,6 +94,8 @@ class Identities:
             "partition-id": identity.part,
             "num-partitions": identity.num_parts,
         }
+        if identity.labels is not None:
+            config["labels"] = identity.labels
         return config if identity.data is None else config | {"data": str(identity.data)}
 
 
@@ -90,12 +106,29 @@ def identities_of(settings: Settings) -> Identities:
         settings.simulation.clients,
         settings.partition.rule(seed=settings.seed),
         (data,) if isinstance(data, str) else data,
+        () if settings.simulation.fleet is None else _labels(settings.simulation.fleet),
     )
 
 
+@cached_in_scope(maxsize=8)
+def _labels(fleet: Path) -> tuple[str | None, ...]:
+    """Return the labels of the devices of a fleet's file; none at all if no device has some."""
+    from headwater.simulation.fleet.fleet_file import read_fleet_file
+
+    if fleet == EQUAL and not EQUAL.is_file():
+        return ()
+    found = tuple(device.labels for device in read_fleet_file(existing_or_bundled(fleet)).devices)
+    return found if any(found) else ()
+
+
 @lru_cache(maxsize=8)
-def _identities(num_devices: int, rule: PartitionRule | None, data: tuple[str, ...]) -> Identities:
-    return Identities(num_devices=num_devices, rule=rule, data=data)
+def _identities(
+    num_devices: int,
+    rule: PartitionRule | None,
+    data: tuple[str, ...],
+    labels: tuple[str | None, ...],
+) -> Identities:
+    return Identities(num_devices=num_devices, rule=rule, data=data, labels=labels)
 
 
 def device_names(paths: Sequence[str]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class SimulatedDevice:
     jitter: float = 0.0
     availability: Availability = ALWAYS
     on_battery: float = 0.0
+    labels: str | None = None
 
 
 PROFILES = (

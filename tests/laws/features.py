@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "evaluation": ("common/evaluation/", "client/evaluation/", "server/evaluation/"),
     "adaptation": ("client/adaptation/",),
     "alerts": ("server/alerts/",),
+    "device_labels": ("server/device_labels/",),
     "task_bundles": ("client/task_bundles/", "server/task_bundles/"),
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }

@@ -48,6 +48,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),
     "adaptation": (),
     "alerts": (),
+    "device_labels": (
+        *("--devices", "site=lab"),
+        *("--fleet", str(ROOT / "tests" / "laws" / "labelled_fleet.toml")),
+    ),
     "task_bundles": (),
     "statistics": ("--statistics",),
     "evaluation": ("--test-model", "out"),

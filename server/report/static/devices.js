@@ -180,6 +180,7 @@ function showDevice(device, points) {
     ["speed", device.speed ? `${short(device.speed)} examples/s` : DASH], ["share of the weight", shareText(device.weight_share)], ["memory", memoryText(device)],
     ["heat", device.heat === null ? DASH : `${Math.round(device.heat)} °C`],
     ["battery", device.battery === null ? (device.on_battery ? "in use" : DASH) : `${percent(device.battery)}${device.on_battery ? ", in use" : ""}`],
+    ["labels", device.labels || DASH],
     ["link", device.up ? `↑ ${bytes(device.up)}/s, ↓ ${bytes(device.down)}/s` : DASH]];
   byId("device-facts").replaceChildren(...facts.filter(([, text]) => text !== DASH).map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text }))));
   const charts = DEVICE_CHARTS.map(([title, format, key]) => {

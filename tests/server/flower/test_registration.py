@@ -145,10 +145,14 @@ def test_a_left_out_device_gets_the_reason_and_its_answer_replaces_the_old_one()
 
 def test_a_round_waits_for_as_many_beside_those_without_whom_it_begins() -> None:
     registration, _ = known(1, 2, 3)
-    assert registration.may_begin(min_clients=2, without={"d1"})
-    assert not registration.may_begin(min_clients=3, without={"d1", "gone"})
-    waits = registration.awaited(min_clients=3, without={"d1", "gone"})
-    assert waits == "waiting: 2 of 3 clients joined, without 1 that sit out"
+
+    def counts(report: DeviceReport) -> bool:
+        return report.name != "d1"
+
+    assert registration.may_begin(min_clients=2, counts=counts)
+    assert not registration.may_begin(min_clients=3, counts=counts)
+    waits = registration.awaited(min_clients=3, counts=counts)
+    assert waits == "waiting: 2 of 3 clients joined, without 1 that this round is not for"
 
 
 def test_registration_does_not_wait_for_repeated_requests() -> None:

@@ -1,0 +1,1 @@
+"""Runs with the devices of some labels alone."""
