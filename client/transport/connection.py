@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from headwater import __version__
 from headwater.client.device.owner_limits import OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.transport.certificate import DeviceCertificate
@@ -265,6 +266,7 @@ class Connection:
             task=self._node.task,
             tasks=self._node.tasks,
             bundle=self._node.bundle,
+            version=__version__,
         )
 
     def _channel(self) -> Any:

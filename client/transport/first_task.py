@@ -7,6 +7,7 @@ import logging
 
 import grpc.aio
 
+from headwater import __version__
 from headwater.client.device.host_name import host_name
 from headwater.client.operations.installed_tasks import NO_BUNDLE
 from headwater.client.transport.connection import channel_to
@@ -62,6 +63,7 @@ async def _ask(settings: Settings, address: str, credentials: Credentials | None
         protocol_version=PROTOCOL_VERSION,
         name=settings.client.name or host_name(),
         bundle=NO_BUNDLE,
+        version=__version__,
     )
     async with channel_to(address, credentials, has_standby=False) as channel:
         call = channel.stream_stream(STREAM_METHOD)()

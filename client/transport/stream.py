@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from headwater import __version__
 from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.operations.activity import WAITING
@@ -33,7 +34,13 @@ from headwater.common.errors import (
     error_of,
 )
 from headwater.common.model.mismatch import mismatch_error
-from headwater.common.transport.limits import FRAME_BYTES, HELLO_SECONDS, PROTOCOL_VERSION
+from headwater.common.transport.limits import (
+    FRAME_BYTES,
+    HELLO_SECONDS,
+    PROTOCOL_VERSION,
+    named_version,
+    same_version,
+)
 from headwater.common.transport.wire_pb2 import (
     ClientFrame,
     Fault,
@@ -137,8 +144,10 @@ class ClientStream:
         welcome = frame.welcome
         if welcome.protocol_version != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"the server uses protocol version {welcome.protocol_version}, this device "
-                f"{PROTOCOL_VERSION}"
+                f"the server speaks protocol {welcome.protocol_version}"
+                f"{named_version(welcome.version)}, this device {PROTOCOL_VERSION} (headwater "
+                f"{__version__})",
+                remedy=same_version(welcome.version),
             )
         if welcome.has_displaced:
             log.warning(

@@ -5,6 +5,8 @@ A vector of n bytes travels in chunks of 1 MiB, so its framing adds less than 0.
 
 from __future__ import annotations
 
+import re
+
 PROTOCOL_VERSION = 4
 STREAM_METHOD = "/headwater.Stream/Connect"
 MAX_NAME = 128  # characters of a device's name
@@ -52,6 +54,23 @@ STANDBY_OPTIONS = {
     "grpc.keepalive_timeout_ms": 7_000,
     "grpc.http2.ping_timeout_ms": 7_000,
 }
+
+
+def is_version(text: str) -> bool:
+    """Return whether the other side's word for its version of headwater is one."""
+    return re.fullmatch(r"\d+(\.\d+){1,3}[a-z0-9.+-]{0,40}", text) is not None
+
+
+def named_version(text: str) -> str:
+    """Return the other side's version in brackets; empty if it tells none."""
+    return f" (headwater {text})" if is_version(text) else ""
+
+
+def same_version(text: str) -> str:
+    """Return what makes a device's version that of the server."""
+    if not is_version(text):
+        return "install the server's version of headwater on the device"
+    return f"install the server's version on the device: pip install headwater=={text}"
 
 
 def channel_options(*, has_standby: bool) -> list[tuple[str, int]]:

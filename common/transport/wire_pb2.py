@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"\x96\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x10\n\x08image_id\x18\x05 \x01(\t\x12\x0c\n\x04task\x18\x06 \x01(\t\x12\r\n\x05tasks\x18\x07 \x03(\t\x12\x0e\n\x06\x62undle\x18\x08 \x01(\t\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"W\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\"#\n\x05Leave\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\x07Renewal\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"1\n\x08Progress\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"\x94\x02\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x12%\n\x07renewal\x18\x06 \x01(\x0b\x32\x12.headwater.RenewalH\x00\x12\'\n\x08progress\x18\x07 \x01(\x0b\x32\x13.headwater.ProgressH\x00\x42\x06\n\x04kind\"i\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\x12\x15\n\rhas_displaced\x18\x04 \x01(\x08\x12\x0c\n\x04term\x18\x05 \x01(\x04\"\x7f\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\x12\x11\n\tfrozen_id\x18\x06 \x01(\t\x12\x0e\n\x06\x62\x65side\x18\x05 \x01(\x0c\"t\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x11\n\tis_frozen\x18\x04 \x01(\x08\x12\x12\n\ndifference\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x06 \x01(\t\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"+\n\x0b\x43\x65rtificate\x12\x0b\n\x03pem\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\t\n\x07Goodbye\")\n\tOtherTask\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62undle\x18\x02 \x01(\x0c\"/\n\x06Notice\x12\x11\n\tis_paused\x18\x01 \x01(\x08\x12\x12\n\nis_watched\x18\x02 \x01(\x08\"\xb7\x03\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x12-\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0b\x32\x16.headwater.CertificateH\x00\x12*\n\nother_task\x18\t \x01(\x0b\x32\x14.headwater.OtherTaskH\x00\x12#\n\x06notice\x18\x0f \x01(\x0b\x32\x11.headwater.NoticeH\x00\x12\x13\n\x0bsmall_image\x18\x10 \x01(\x0c\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\theadwater\"\xa7\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rlayout_digest\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x10\n\x08image_id\x18\x05 \x01(\t\x12\x0c\n\x04task\x18\x06 \x01(\t\x12\r\n\x05tasks\x18\x07 \x03(\t\x12\x0e\n\x06\x62undle\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\"Q\n\x05Reply\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\thead_json\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\":\n\x05\x43hunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"W\n\x05\x46\x61ult\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x0e\n\x06remedy\x18\x05 \x01(\t\"#\n\x05Leave\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\"\n\x07Renewal\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"1\n\x08Progress\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"\x94\x02\n\x0b\x43lientFrame\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.headwater.HelloH\x00\x12!\n\x05reply\x18\x02 \x01(\x0b\x32\x10.headwater.ReplyH\x00\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12!\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12!\n\x05leave\x18\x05 \x01(\x0b\x32\x10.headwater.LeaveH\x00\x12%\n\x07renewal\x18\x06 \x01(\x0b\x32\x12.headwater.RenewalH\x00\x12\'\n\x08progress\x18\x07 \x01(\x0b\x32\x13.headwater.ProgressH\x00\x42\x06\n\x04kind\"z\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\x04\x12\x15\n\rhas_displaced\x18\x04 \x01(\x08\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\t\"\x7f\n\x0bInstruction\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x11\n\thead_json\x18\x03 \x01(\t\x12\x10\n\x08image_id\x18\x04 \x01(\t\x12\x11\n\tfrozen_id\x18\x06 \x01(\t\x12\x0e\n\x06\x62\x65side\x18\x05 \x01(\x0c\"t\n\x05Image\x12\x10\n\x08image_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x11\n\tis_frozen\x18\x04 \x01(\x08\x12\x12\n\ndifference\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x61se_id\x18\x06 \x01(\t\"C\n\x07Receipt\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04\x12\x0f\n\x07is_done\x18\x03 \x01(\x08\"+\n\x0b\x43\x65rtificate\x12\x0b\n\x03pem\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\t\n\x07Goodbye\")\n\tOtherTask\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62undle\x18\x02 \x01(\x0c\"/\n\x06Notice\x12\x11\n\tis_paused\x18\x01 \x01(\x08\x12\x12\n\nis_watched\x18\x02 \x01(\x08\"\xb7\x03\n\x0bServerFrame\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.headwater.WelcomeH\x00\x12-\n\x0binstruction\x18\x02 \x01(\x0b\x32\x16.headwater.InstructionH\x00\x12!\n\x05image\x18\x03 \x01(\x0b\x32\x10.headwater.ImageH\x00\x12!\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x10.headwater.ChunkH\x00\x12%\n\x07receipt\x18\x05 \x01(\x0b\x32\x12.headwater.ReceiptH\x00\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x10.headwater.FaultH\x00\x12%\n\x07goodbye\x18\x07 \x01(\x0b\x32\x12.headwater.GoodbyeH\x00\x12-\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0b\x32\x16.headwater.CertificateH\x00\x12*\n\nother_task\x18\t \x01(\x0b\x32\x14.headwater.OtherTaskH\x00\x12#\n\x06notice\x18\x0f \x01(\x0b\x32\x11.headwater.NoticeH\x00\x12\x13\n\x0bsmall_image\x18\x10 \x01(\x0c\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,37 +32,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=26
-  _globals['_HELLO']._serialized_end=176
-  _globals['_REPLY']._serialized_start=178
-  _globals['_REPLY']._serialized_end=259
-  _globals['_CHUNK']._serialized_start=261
-  _globals['_CHUNK']._serialized_end=319
-  _globals['_FAULT']._serialized_start=321
-  _globals['_FAULT']._serialized_end=408
-  _globals['_LEAVE']._serialized_start=410
-  _globals['_LEAVE']._serialized_end=445
-  _globals['_RENEWAL']._serialized_start=447
-  _globals['_RENEWAL']._serialized_end=481
-  _globals['_PROGRESS']._serialized_start=483
-  _globals['_PROGRESS']._serialized_end=532
-  _globals['_CLIENTFRAME']._serialized_start=535
-  _globals['_CLIENTFRAME']._serialized_end=811
-  _globals['_WELCOME']._serialized_start=813
-  _globals['_WELCOME']._serialized_end=918
-  _globals['_INSTRUCTION']._serialized_start=920
-  _globals['_INSTRUCTION']._serialized_end=1047
-  _globals['_IMAGE']._serialized_start=1049
-  _globals['_IMAGE']._serialized_end=1165
-  _globals['_RECEIPT']._serialized_start=1167
-  _globals['_RECEIPT']._serialized_end=1234
-  _globals['_CERTIFICATE']._serialized_start=1236
-  _globals['_CERTIFICATE']._serialized_end=1279
-  _globals['_GOODBYE']._serialized_start=1281
-  _globals['_GOODBYE']._serialized_end=1290
-  _globals['_OTHERTASK']._serialized_start=1292
-  _globals['_OTHERTASK']._serialized_end=1333
-  _globals['_NOTICE']._serialized_start=1335
-  _globals['_NOTICE']._serialized_end=1382
-  _globals['_SERVERFRAME']._serialized_start=1385
-  _globals['_SERVERFRAME']._serialized_end=1824
+  _globals['_HELLO']._serialized_end=193
+  _globals['_REPLY']._serialized_start=195
+  _globals['_REPLY']._serialized_end=276
+  _globals['_CHUNK']._serialized_start=278
+  _globals['_CHUNK']._serialized_end=336
+  _globals['_FAULT']._serialized_start=338
+  _globals['_FAULT']._serialized_end=425
+  _globals['_LEAVE']._serialized_start=427
+  _globals['_LEAVE']._serialized_end=462
+  _globals['_RENEWAL']._serialized_start=464
+  _globals['_RENEWAL']._serialized_end=498
+  _globals['_PROGRESS']._serialized_start=500
+  _globals['_PROGRESS']._serialized_end=549
+  _globals['_CLIENTFRAME']._serialized_start=552
+  _globals['_CLIENTFRAME']._serialized_end=828
+  _globals['_WELCOME']._serialized_start=830
+  _globals['_WELCOME']._serialized_end=952
+  _globals['_INSTRUCTION']._serialized_start=954
+  _globals['_INSTRUCTION']._serialized_end=1081
+  _globals['_IMAGE']._serialized_start=1083
+  _globals['_IMAGE']._serialized_end=1199
+  _globals['_RECEIPT']._serialized_start=1201
+  _globals['_RECEIPT']._serialized_end=1268
+  _globals['_CERTIFICATE']._serialized_start=1270
+  _globals['_CERTIFICATE']._serialized_end=1313
+  _globals['_GOODBYE']._serialized_start=1315
+  _globals['_GOODBYE']._serialized_end=1324
+  _globals['_OTHERTASK']._serialized_start=1326
+  _globals['_OTHERTASK']._serialized_end=1367
+  _globals['_NOTICE']._serialized_start=1369
+  _globals['_NOTICE']._serialized_end=1416
+  _globals['_SERVERFRAME']._serialized_start=1419
+  _globals['_SERVERFRAME']._serialized_end=1858
 # @@protoc_insertion_point(module_scope)

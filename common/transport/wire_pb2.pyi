@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id", "task", "tasks", "bundle")
+    __slots__ = ("protocol_version", "name", "layout_digest", "session", "image_id", "task", "tasks", "bundle", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class Hello(_message.Message):
     TASK_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     layout_digest: str
@@ -24,7 +25,8 @@ class Hello(_message.Message):
     task: str
     tasks: _containers.RepeatedScalarFieldContainer[str]
     bundle: str
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ..., task: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., bundle: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., layout_digest: _Optional[str] = ..., session: _Optional[bytes] = ..., image_id: _Optional[str] = ..., task: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., bundle: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("message_id", "head_json", "num_bytes", "sha256")
@@ -103,18 +105,20 @@ class ClientFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "session", "run_id", "has_displaced", "term")
+    __slots__ = ("protocol_version", "session", "run_id", "has_displaced", "term", "version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_DISPLACED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     session: bytes
     run_id: int
     has_displaced: bool
     term: int
-    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., session: _Optional[bytes] = ..., run_id: _Optional[int] = ..., has_displaced: _Optional[bool] = ..., term: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Instruction(_message.Message):
     __slots__ = ("message_id", "message_type", "head_json", "image_id", "frozen_id", "beside")

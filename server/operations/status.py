@@ -20,11 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from headwater import __version__
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import has_labels
 from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
+from headwater.common.transport.limits import same_version
 from headwater.common.wording import counted, duration_text, names_text, natural
 from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import run_history
@@ -172,9 +174,27 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
 
             names = ", ".join(sorted(map(short_code, tasks)))
             parts.append(f"its devices train different code: {escape(printable(names))}")
+        parts += _other_versions(shown)
     else:
         parts.append("no device has connected so far")
     return Group(*parts)
+
+
+def _other_versions(devices: list[dict[str, Any]]) -> list[str]:
+    """Return which devices run another version of headwater than this command, and what to do."""
+    others: dict[str, list[str]] = {}
+    for device in devices:
+        if device["version"] not in (None, __version__):
+            others.setdefault(device["version"], []).append(device["name"])
+    return [
+        escape(
+            printable(
+                f"headwater {found} on {names_text(names, len(names))}, {__version__} "
+                f"here: {same_version(__version__)}"
+            )
+        )
+        for found, names in others.items()
+    ]
 
 
 def _headline(status: dict[str, Any], folder: Path) -> str:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from headwater import __version__
 from headwater.common.errors import (
     ConnectionLost,
     HeadwaterError,
@@ -25,7 +26,13 @@ from headwater.common.errors import (
     TaskNotInstalled,
     TooManyAttempts,
 )
-from headwater.common.transport.limits import NAME_PATTERN, PROTOCOL_VERSION
+from headwater.common.transport.limits import (
+    NAME_PATTERN,
+    PROTOCOL_VERSION,
+    is_version,
+    named_version,
+    same_version,
+)
 from headwater.common.transport.wire_pb2 import Hello, Notice, ServerFrame, Welcome
 from headwater.server.transport.connections import Connections
 from headwater.server.transport.peer_certificates import PeerCertificate
@@ -196,8 +203,10 @@ class Admission:
         """Check a hello; ``certificate`` is None without TLS. Raises: see ``admit``."""
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"the device speaks protocol version {hello.protocol_version}, the server "
-                f"{PROTOCOL_VERSION}"
+                f"the device speaks protocol {hello.protocol_version}"
+                f"{named_version(hello.version)}, the server {PROTOCOL_VERSION} (headwater "
+                f"{__version__})",
+                remedy=same_version(__version__),
             )
         if not re.fullmatch(NAME_PATTERN, hello.name):
             raise IdentityRefused(
@@ -261,6 +270,7 @@ class Admission:
             run_id=self._run_id,
             has_displaced=has_displaced,
             term=self.term,
+            version=__version__,
         )
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
@@ -269,6 +279,7 @@ class Admission:
             session.frame_limit.grant_reply(session.instruction.reply_bytes)
         self._connections.downloads.send(session, ServerFrame(welcome=welcome))
         session.record = self._connections.device_records.note_connected(session.name)
+        session.record.version = hello.version if is_version(hello.version) else None
         if self.is_paused or self.is_watched:
             self._connections.downloads.send(session, self.notice())
         log.info("%s connected from %s", session.name, stream.peer())

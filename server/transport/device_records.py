@@ -65,6 +65,8 @@ class DeviceRecord:
     task: str | None = None
     """The name and the code of the task that it trains, as it says."""
     labels: str | None = None
+    version: str | None = None
+    """Of headwater, as the device says; None before it said so."""
 
     def note_plan(self, plan: Plan) -> None:
         """Record the device's plan."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headwater import __version__
 from headwater.server.operations.run_lock import FILE
 from headwater.server.operations.status import read_status
 from tests.processes import (
@@ -87,6 +88,7 @@ def test_a_run_is_watched_paused_drained_and_goes_on_exactly(tmp_path: Path) -> 
         paused = operator.wait_for("paused")
         assert paused["num_connected"] == 2
         assert [device["accumulation_steps"] for device in paused["devices"]] == [1, 1]
+        assert [device["version"] for device in paused["devices"]] == [__version__] * 2
         for client in clients:  # the last round's receipt may still be on its way
             until(
                 lambda client=client: scrape(client, "client")["updates_total"] == paused["round"],  # type: ignore[misc]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from headwater import __version__
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
 from headwater.server.cli import app
@@ -343,3 +344,21 @@ def test_the_status_shows_the_runs_that_wait_and_the_one_that_has_followed(folde
     out = take_next(folder, default_out=folder / "next")
     _, shown = run("status", "--out", folder, "--json")
     assert (json.loads(shown)["queue"], json.loads(shown)["followed_by"]) == ([], str(out))
+
+
+def test_devices_of_another_version_are_named_with_what_makes_them_the_same(
+    tmp_path: Path,
+) -> None:
+    devices = [
+        DeviceRecord(name="old", is_connected=True, version="0.0.9"),
+        DeviceRecord(name="older", version="0.0.8"),
+        DeviceRecord(name="same", version=__version__),
+        DeviceRecord(name="unknown"),
+    ]
+    write(tmp_path, *devices, round=1, rounds=2)
+    _, text = run("status", "--out", tmp_path)
+    upgrade = f"install the server's version on the device: pip install headwater=={__version__}"
+    assert f"headwater 0.0.9 on old, {__version__} here: {upgrade}" in text
+    assert f"headwater 0.0.8 on older, {__version__} here: {upgrade}" in text
+    assert "on same" not in text
+    assert "on unknown" not in text
