@@ -91,7 +91,9 @@ def mixed(folder: Path, way: str, *, server: Path, device: Path, then: Path | No
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         first = 2 if then is not None else ROUNDS
-        run = ("--task", TASK, "--listen", f"127.0.0.1:{port}", "--min-clients", str(DEVICES))
+        run: tuple[str, ...] = (
+            *("--task", TASK, "--listen", f"127.0.0.1:{port}", "--min-clients", str(DEVICES)),
+        )
         run = (*run, "--out", str(out), "--threads", "1", *of_server)
         with contextlib.ExitStack() as started:
             at = started.enter_context(process(server, "server", *run, "--rounds", str(first)))
