@@ -47,6 +47,7 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Literal["sum", "none"] = "sum",
+    cap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """Return the cross-entropy of the logits ``hidden @ weight.T + bias``, summed over tokens.
@@ -60,6 +61,8 @@ def chunked_cross_entropy(
     in that of the sums: float32, or float64 if an argument is float64. The loss has the dtype of
     the sums; each gradient that of its argument.
 
+    * ``cap`` is a soft cap of the logits, ``cap * tanh(logits / cap)``, as Gemma 2 has one of 30.
+      Its gradient takes another chunk.
     * ``reduction="none"`` returns each token's loss, in the shape of ``targets``; 0 if ignored.
     * No target, or none that is not ignored: the loss is 0, and so are the gradients.
     * Logits of -inf count as words that cannot occur; a NaN makes the loss a NaN, as in torch.
@@ -67,17 +70,22 @@ def chunked_cross_entropy(
       or gradient of the weight. Second derivatives and forward-mode gradients are refused.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or ``reduction`` is another. A mean is refused: the
-            means of micro-batches cannot be added up.
+        ValueError: shapes or dtypes do not fit, the cap is not above 0, or ``reduction`` is
+            another. A mean is refused: the means of micro-batches cannot be added up.
         IndexError: a target is neither ``ignore_index`` nor in 0 to V - 1.
     """
     _check(hidden, weight, targets, bias, reduction)
+    if cap is not None and not cap > 0:
+        raise ValueError(f"expected a cap above 0, or None, found {cap!r}")
+    options = HeadOptions(
+        ignore_index=ignore_index, chunk_bytes=chunk_bytes, autocast=_autocast_dtype(), cap=cap
+    )
     losses_N = _Losses.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
         plain(weight),
         bias,
         targets.reshape(-1),
-        HeadOptions(ignore_index=ignore_index, chunk_bytes=chunk_bytes, autocast=_autocast_dtype()),
+        options,
     )[0]
     losses: Tensor = losses_N.sum() if reduction == "sum" else losses_N.view(targets.shape)
     return losses

@@ -4,6 +4,9 @@ The forward pass adds up the exponentials of each chunk's logits (Milakov and Gi
 "Online normalizer calculation for softmax"). The backward pass computes the logits again, and from
 them each chunk's part of the gradients.
 
+Some models cap their logits: ``cap * tanh(logit / cap)`` (Gemma Team 2024, "Gemma 2", section 2).
+The cap's slope, ``1 - (capped / cap)^2``, follows from the capped logits themselves.
+
 Legend: N tokens, M tokens that are not ignored, D features, V words of the vocabulary, C words of a
 chunk.
 """
@@ -22,11 +25,15 @@ MIN_WORDS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOptions:
-    """The ignored target, the most bytes of a chunk's logits, and autocast's dtype if it is on."""
+    """The ignored target, the most bytes of a chunk's logits, and autocast's dtype if it is on.
+
+    ``cap`` is the bound of the logits; None: they have none.
+    """
 
     ignore_index: int
     chunk_bytes: int
     autocast: torch.dtype | None
+    cap: float | None = None
 
 
 class VocabularyHead:
@@ -44,6 +51,7 @@ class VocabularyHead:
         given = (hidden_ND, weight_VD, *(() if bias_V is None else (bias_V,)))
         is_double = any(tensor.dtype == torch.float64 for tensor in given)
         self.sum_dtype = torch.float64 if is_double else torch.float32
+        self._cap = options.cap
         self._product_dtype = (
             self.sum_dtype if is_double or options.autocast is None else options.autocast
         )
@@ -112,14 +120,18 @@ class VocabularyHead:
         grad_V = self._weight_VD.new_zeros(len(self._weight_VD) if needs[2] else 0)
         for chunk in reversed(self._chunks):
             size = len(self._rows_M), chunk.stop - chunk.start
-            if chunk is self._chunks[-1] and last_MC.shape == size:
-                grad_MC = last_MC - high_M1
-            else:
-                grad_MC = self._logits(chunk).sub_(high_M1)
+            is_kept = chunk is self._chunks[-1] and last_MC.shape == size
+            logits_MC = last_MC if is_kept else self._logits(chunk)
+            slope_MC = self._slope(logits_MC)
+            grad_MC = logits_MC - high_M1 if is_kept else logits_MC.sub_(high_M1)
+            del logits_MC  # it is the gradient's memory, or the caller's
             grad_MC.sub_(low_M1)
             tokens, places = self._targets(chunk)
             grad_MC.exp_()[tokens, places] -= 1
             grad_MC.mul_(grads_M1)
+            if slope_MC is not None:
+                grad_MC.mul_(slope_MC)
+            del slope_MC
             if needs[2]:
                 grad_V[chunk] = grad_MC.sum(0)
             grad_MC = grad_MC.to(self._product_dtype)
@@ -139,7 +151,17 @@ class VocabularyHead:
     def _logits(self, chunk: slice) -> Tensor:
         """Return new logits [M, C], in the dtype of the sums."""
         logits_MC = (self._hidden_MD @ self._weight(chunk).t()).to(self.sum_dtype)
-        return logits_MC if self._bias_V is None else logits_MC.add_(self._bias_V[chunk])
+        if self._bias_V is not None:
+            logits_MC.add_(self._bias_V[chunk])
+        if self._cap is not None:
+            logits_MC.div_(self._cap).tanh_().mul_(self._cap)
+        return logits_MC
+
+    def _slope(self, logits_MC: Tensor) -> Tensor | None:
+        """Return the derivative of capped logits by those before the cap; None without a cap."""
+        if self._cap is None:
+            return None
+        return logits_MC.div(self._cap).square_().neg_().add_(1)
 
     def _targets(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Return the tokens whose target is in the chunk, and its place there."""

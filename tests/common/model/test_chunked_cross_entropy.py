@@ -103,6 +103,29 @@ def test_float32_differs_from_float64_by_float32_s_rounding() -> None:
     assert_equal([one.double() for one in found], expected, bound(hidden, weight, eps))
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20], ids=["four chunks", "one chunk"])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_cap_of_the_logits_gives_torch_s_loss_and_gradients(cap: float, chunk_bytes: int) -> None:
+    def cut(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        return chunked_cross_entropy(
+            hidden, weight, targets, bias=bias, cap=cap, chunk_bytes=chunk_bytes
+        )
+
+    def capped(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        logits = cap * torch.tanh(functional.linear(hidden, weight, bias) / cap)
+        return functional.cross_entropy(logits, targets, reduction="sum")
+
+    given = arguments(9)
+    found, expected = (value_and_gradients(loss, *given) for loss in (cut, capped))
+    assert_equal(found, expected, bound(*given[:2], EPS))
+
+
+def test_a_cap_that_is_not_above_0_is_refused() -> None:
+    hidden, weight, bias, targets = arguments(3)
+    with pytest.raises(ValueError, match=r"a cap above 0, or None, found 0"):
+        chunked_cross_entropy(hidden, weight, targets, bias=bias, cap=0.0)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     *leaves, targets = (one for one in arguments(3, num_words=70))
     for leaf in leaves:
