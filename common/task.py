@@ -49,7 +49,8 @@ class Task(Protocol):
     numbers, ``penalty(model) -> scalar``, a term of the mean loss on the parameters,
     ``statistics(example)``, ``measured`` and ``use_statistics(found)`` (``common.statistics``),
     ``metrics_from_sums(sums, weight) -> Mapping[str, float]``, the metrics that are shown where
-    they are no sums per weight, ``set_round(number)``, which is called before the loss is computed
+    they are no sums per weight, ``sample(model) -> str | None``, a text to show after a test
+    (``server.samples``), ``set_round(number)``, which is called before the loss is computed
     for a round, from 1, ``columns(examples) -> Mapping[str, Sequence]``, for partitions
     (``common.data.columns``), ``lengths(examples) -> Sequence[int]``, where a batch is padded
     (``common.data.example_lengths``), and ``predict(model, batch)``, a value for each example or a

@@ -28,6 +28,7 @@ RESULT_FILES = (
     ("adapter", "adapter.safetensors"),
     ("statistics", "statistics.json"),
     ("test", "evaluation.json"),
+    ("sample", "sample.json"),
 )
 """The files of a run's result, with their titles, as ``common.model.trained_model`` names them."""
 
@@ -59,7 +60,18 @@ def observers(training: Training) -> list[Observer]:
     if versions_every(training.settings) != "never":
         versions = import_module("headwater.server.succession.model_versions")
         found.append(versions.ModelVersions(training))
-    return found
+    return [*found, *samplers(training)]
+
+
+def samplers(training: Training) -> list[Observer]:
+    """Return the observer that shows samples, where the task makes some.
+
+    Where some parameters stay on the devices, the server has no whole model to make one.
+    """
+    if not hasattr(training.task, "sample") or training.image.layout.local:
+        return []
+    samples = import_module("headwater.server.samples.task_samples")
+    return [samples.TaskSamples(training.task)]
 
 
 def versions_every(settings: Settings) -> Every:
@@ -98,12 +110,19 @@ def status_lines(status: dict[str, Any]) -> list[str]:
 
 
 def report_lines(folder: Path) -> list[str]:
-    """Return what a run's report says beside its figures: of its last test on the devices."""
-    if not (folder / "evaluation.json").exists():
+    """Return what page and report say beside the figures: the newest sample, the last test."""
+    found = sample_lines(folder)
+    if (folder / "evaluation.json").exists():
+        tables = import_module("headwater.server.evaluation.result_table")
+        found += tables.report_lines(folder)
+    return found
+
+
+def sample_lines(folder: Path) -> list[str]:
+    """Return the newest sample of a task that makes some."""
+    if not (folder / "sample.json").exists():
         return []
-    found: list[str] = import_module("headwater.server.evaluation.result_table").report_lines(
-        folder
-    )
+    found: list[str] = import_module("headwater.server.samples.task_samples").sample_lines(folder)
     return found
 
 

@@ -16,6 +16,7 @@ from headwater.client.features import warn_of_untried
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.heap import keep_freed_memory, rare_collections
+from headwater.server.features import samplers
 from headwater.server.fleet import Fleet
 from headwater.server.operations.round_log import RoundLog
 from headwater.server.operations.run_lock import locked_without_server
@@ -147,7 +148,8 @@ def _run_in_process(
     keep_freed_memory()
     with contextlib.closing(fleet), rare_collections():
         fleet.report_left_out()
-        reports = [RoundLog(draws_curves=has_report), *([ReportWriter()] if has_report else [])]
+        shown = [ReportWriter(), *samplers(training)] if has_report else []
+        reports = [RoundLog(draws_curves=has_report), *shown]
         observers = Observers(*reports, SameData(settings.task), *tracking, observer)
         run(
             training,

@@ -20,7 +20,7 @@ from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
 from headwater.common.wording import counted
-from headwater.server.features import RESULT_FILES, work_text
+from headwater.server.features import RESULT_FILES, sample_lines, work_text
 from headwater.server.operations.curves import weight_shares
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS, read_rows
@@ -133,6 +133,8 @@ def print_result(settings: Settings) -> None:
         if last.get("loss") is not None or last.get("epsilon") is not None:  # it trained
             print_weights(rows)
             _print_shares(last.get("below_share") or [])
+    for sample in sample_lines(folder):
+        print_text(sample)
     for title, name in (
         ("model", MODEL),
         *RESULT_FILES,

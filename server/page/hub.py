@@ -34,6 +34,7 @@ class Shown(Protocol):
     def status(self) -> dict[str, Any]: ...
     def tiles(self) -> dict[str, Tile]: ...
     def device(self, name: str, /) -> list[Point]: ...
+    def notes(self) -> list[str]: ...
     def points_since(self, num_added: int, /) -> tuple[list[Point], int]: ...
     def all_points(self) -> tuple[list[Point], int]: ...
 
@@ -113,7 +114,7 @@ class Hub:
                 "points": points,
                 "num_points": number,
                 "devices": [*tiles.values()],
-                "diagnosis": diagnose(points),
+                "diagnosis": [*self._shown.notes(), *diagnose(points)],
             }
         )
 
@@ -146,7 +147,7 @@ class Hub:
             "devices": changed,
         }
         if points:
-            found["diagnosis"] = diagnose(self._shown.all_points()[0])
+            found["diagnosis"] = [*self._shown.notes(), *diagnose(self._shown.all_points()[0])]
         return _json(found)
 
 

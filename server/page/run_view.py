@@ -18,6 +18,7 @@ from headwater.common.errors import HeadwaterError, RoundAborted
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
+from headwater.server.features import report_lines
 from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
 from headwater.server.report.device_points import newest, parts_of
@@ -177,6 +178,10 @@ class RunView(Observer):
         self._show_stages()
         self._show_records()
         return self._tiles
+
+    def notes(self) -> list[str]:
+        """Return what the files of the run's folder say beside the figures."""
+        return [] if self._folder is None else report_lines(self._folder)
 
     def device(self, name: str) -> list[Point]:
         """Return a device's figures in the rounds that the page has seen."""

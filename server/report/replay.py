@@ -8,6 +8,7 @@ from typing import Any
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import toml_of
 from headwater.common.settings.schema import SETTINGS_FILE
+from headwater.server.features import report_lines
 from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
 from headwater.server.report.device_points import RoundParts, parts_of
@@ -49,6 +50,7 @@ class FinishedRun:
             )
         tiles_of.note_left_out(self._tiles, last.get("left_out") or {})
         self._round, self._ring = last["round"], ring_of(last)
+        self._folder = folder
         self.about = _about(folder, last)
 
     def watched(self, is_watched: bool) -> None:
@@ -71,6 +73,10 @@ class FinishedRun:
     def tiles(self) -> dict[str, Tile]:
         """Return each device's tile after its last round."""
         return self._tiles
+
+    def notes(self) -> list[str]:
+        """Return what the folder's files say beside the figures."""
+        return report_lines(self._folder)
 
     def device(self, name: str) -> list[Point]:
         """Return a device's last rounds."""

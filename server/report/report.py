@@ -12,7 +12,6 @@ from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.wording import natural
-from headwater.server.features import report_lines
 from headwater.server.operations.round_log import REPORT
 from headwater.server.report.diagnosis import diagnose
 from headwater.server.report.replay import FinishedRun
@@ -65,7 +64,7 @@ def write_report(folder: Path) -> None:
         "points": points,
         "num_points": number,
         "devices": [*run.tiles().values()],
-        "diagnosis": [*report_lines(folder), *diagnose(points)],
+        "diagnosis": [*run.notes(), *diagnose(points)],
         "histories": {
             run.tiles()[name]["name"]: run.device(name)[-each:]
             for name in names[: MAX_DEVICE_POINTS // each]

@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "alerts": ("server/alerts/",),
     "device_labels": ("server/device_labels/",),
     "task_bundles": ("client/task_bundles/", "server/task_bundles/"),
+    "samples": ("server/samples/",),
     "statistics": ("common/statistics/", "client/statistics/", "server/statistics/"),
 }
 

@@ -53,6 +53,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         *("--fleet", str(ROOT / "tests" / "laws" / "labelled_fleet.toml")),
     ),
     "task_bundles": (),
+    "samples": (),
     "statistics": ("--statistics",),
     "evaluation": ("--test-model", "out"),
 }
