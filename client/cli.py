@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import typer
@@ -39,13 +39,26 @@ def take_part(
 
 
 @app.command(cls=SettingsCommand)
-def check(context: typer.Context, config: Config = None) -> None:
+def check(
+    context: typer.Context,
+    tokens_per_update: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Forecast a round of so many tokens, as the server"),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Forecast a round that so many devices share"),
+    ] = None,
+    config: Config = None,
+) -> None:
     """Run a task on this device's data alone: its loss must be a sum, and it must fit in memory.
 
-    Prints the device's memory and what limits it, its speed, its sensors, and whether they would
-    slow it down now.
+    Prints the device's memory and what limits it, its speed, its time and bytes for a round, its
+    sensors, and whether they would slow it down now.
     """
-    commands.check_task(read_settings(context, config, check_task=False))
+    given = {"plan.tokens_per_update": tokens_per_update, "cohort.min_clients": devices}
+    chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    commands.check_task(read_settings(context, config, check_task=False, **chosen))
 
 
 @app.command(cls=SettingsCommand)

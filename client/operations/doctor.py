@@ -271,7 +271,7 @@ def check_training(
             yield good("task", text)
         if report.left_out is not None:
             yield note("data", report.left_out, "correct these rows, or leave them to be left out")
-        for topic, text in measurements(trainer, identity, machine):
+        for topic, text in measurements(settings, trainer, identity, machine):
             yield good(topic, text)
     except HeadwaterError as error:
         yield fault_of("data" if isinstance(error, MissingData) else "task", error)

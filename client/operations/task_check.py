@@ -16,6 +16,7 @@ from headwater.client.operations.memory_table import (
     parts_of_training,
     what_makes_it_fit,
 )
+from headwater.client.operations.round_forecast import forecast
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.settings.schema import Settings
@@ -65,7 +66,7 @@ def show_task_check(settings: Settings, trainer: Trainer, identity: Identity) ->
         console.print(
             f"left out    {printable_lines(report.left_out)}", soft_wrap=True, markup=False
         )
-    for topic, text in measurements(trainer, identity, hardware):
+    for topic, text in measurements(settings, trainer, identity, hardware):
         console.print(f"{topic:<11} {printable(text)}", soft_wrap=True, markup=False)
     _show_training_memory(settings, trainer, identity, hardware, at_rest)
 
@@ -101,9 +102,9 @@ def _show_training_memory(
 
 
 def measurements(
-    trainer: Trainer, identity: Identity, hardware: ThisMachine
+    settings: Settings, trainer: Trainer, identity: Identity, hardware: ThisMachine
 ) -> Iterator[tuple[str, str]]:
-    """Yield the device's memory, speed, sensors and time share, each as a topic and a text."""
+    """Yield memory, speed, a round's share, sensors and time share, as topics and texts."""
     lowest = hardware.limits.lowest()
     yield "memory", f"up to {decimal(lowest.num_bytes)}, by {lowest.origin}"
     speed, cores = trainer.measure(identity, hardware), hardware.cores()
@@ -134,6 +135,7 @@ def measurements(
         if fastest is None
         else f"fastest in micro-batches of {fastest:,}",
     )
+    yield from forecast(settings, trainer, identity, hardware, speed)
     found = trainer.precision.compare(identity)
     if found is not None:
         yield "precision", f"{found.fastest} under --precision auto: {found}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def test_check_shows_the_memory_limit_the_task_s_cost_and_the_device_s_speed() -
     topics = {line[:11].strip() for line in lines if not line.startswith("  ")} - {""}
     assert topics == {
         "task", "examples", "model", "at rest", "loss", "memory", "speed", "sensors", "gives",
-        "training", "fits", "precision"
+        "training", "fits", "precision", "rate", "a round"
     }  # fmt: skip
     assert "up to 8.0 GB, by memory limit as set" in found.output
     assert "per example of a micro-batch" in found.output
@@ -66,6 +67,16 @@ def test_check_shows_how_many_rows_cannot_be_trained_on_and_why() -> None:
     assert found.exit_code == 0, found.output
     assert "left out    5 of 40 examples cannot be trained on" in found.output
     assert "\n  4: its input has a NaN (position 0, 10, 20, 30)\n" in found.output
+
+
+def test_check_forecasts_the_round_that_a_server_would_ask_for() -> None:
+    task = ("--task", "tests/laws/architectures.py:Ragged", "--threads", "1")
+    more = ("--tokens-per-update", "600", "--devices", "3")
+    found = CliRunner().invoke(app, ["check", *task, *more])
+    assert found.exit_code == 0, found.output
+    assert re.search(r"^rate +[\d,.]+ tokens, [\d,.]+ examples a second", found.output, re.M)
+    [number] = re.findall(r"600 tokens on 3 devices like this one, (\d+) examples", found.output)
+    assert 200 / 8 <= int(number) <= 200  # an example has 1 to 8 tokens
 
 
 BROKEN = """
