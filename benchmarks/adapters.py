@@ -26,13 +26,13 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import serving
 from benchmarks.confine import Confinement, caged, can_make_cgroups
 from benchmarks.measure import ROOT, Figures, argument_parser, report
-from headwater.examples.causal_lm import CausalLm
+from headwater.examples.causal_lm import CausalLm, TokenExamples
 
 TASK = f"{Path(__file__)}:Adapters"
 SIZE = "HEADWATER_BENCHMARK_ADAPTERS"
@@ -78,13 +78,14 @@ class Adapters(CausalLm):
         settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
         return cast(nn.Module, get_peft_model(model, settings))
 
-    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> list[Tensor]:
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TokenExamples:
         random = torch.Generator().manual_seed(part)
         shape = NUM_EXAMPLES, self.context + 1
-        return list(torch.randint(1, self._num_words, shape, generator=random))
+        words = torch.randint(1, self._num_words, shape, generator=random)
+        return TokenExamples(torch.stack([words[:, :-1], words[:, 1:]], dim=1))
 
-    def test_examples(self) -> list[Tensor]:
-        return []
+    def test_examples(self) -> TokenExamples:
+        return TokenExamples()
 
 
 def device(size: str, chosen: argparse.Namespace) -> Figures:

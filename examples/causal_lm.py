@@ -18,11 +18,12 @@ writes it, write a file beside your texts::
         lora_rank = 8  # leave it out to train the whole model
         context = 512  # tokens of an example
 
-``--data`` takes a folder of texts, or one file. A text is cut into examples of at most ``context``
-tokens; ``collate`` pads them to the longest of a micro-batch. With ``is_packed`` a device's texts
-are joined first, and only its last example is shorter. The loss is a sum over tokens, the weight is
-their number, and padding is in neither. The logits of a large vocabulary never exist at once
-(``headwater.chunked_cross_entropy``).
+``--data`` takes a folder of texts, or one file; ``chat_lm.py`` beside takes conversations. A text
+is cut into examples of at most ``context`` tokens; ``collate`` pads them to the longest of a
+micro-batch. With ``is_packed`` a device's texts are joined first, and only its last example is
+shorter. The loss is a sum over tokens, the weight is their number, and padding is in neither. The
+logits of a large vocabulary never exist at once (``headwater.chunked_cross_entropy``), also where a
+model scales or caps them.
 
 A run's model as a folder for plain transformers, and its adapters as one for peft::
 
@@ -33,7 +34,8 @@ A run's model as a folder for plain transformers, and its adapters as one for pe
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -46,8 +48,7 @@ import headwater
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by transformers when it is imported
 
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import ModulesToSaveWrapper
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -57,12 +58,38 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-PADDING = -100  # as a target: the loss leaves it out
+from headwater.examples.language_model_loss import (
+    PADDING,
+    check_logits,
+    loss_of_head,
+    loss_of_own_logits,
+)
+
 END = "<|end|>"  # between texts
 TEST_EVERY = 10  # of the bundled texts
 NUM_TEST_EXAMPLES = 64
+NUM_SAMPLE_TOKENS = 48
+PIECES = "tokenizer.model"
 
 log = logging.getLogger(__name__)
+
+
+class TokenExamples(list[Tensor]):
+    """Examples [2, T]: tokens over targets, each of which is the next token, or ``PADDING``.
+
+    ``text`` has the number of the text that each example is of, for ``--partition column:text`` and
+    ``--held-out group:text``; packed examples are of several, and have none.
+    """
+
+    def __init__(self, examples: Iterable[Tensor] = (), text: Sequence[int] | None = None) -> None:
+        super().__init__(examples)
+        if text is not None:
+            self.text = text
+
+    def between(self, start: int, stop: int) -> "TokenExamples":
+        """Return the examples from ``start`` to before ``stop``."""
+        text = getattr(self, "text", None)
+        return TokenExamples(self[start:stop], None if text is None else text[start:stop])
 
 
 class CausalLm:
@@ -76,6 +103,13 @@ class CausalLm:
     """Of the weights in ``folder``; bfloat16 takes half the memory, and only frozen ones may be."""
     context = 128
     is_packed = False
+    test_data: str | None = None
+    """What the server tests on, as ``--data`` of a device; None: help texts for the small model,
+    and nothing for one in ``folder`` (``--evaluate-on-devices`` tests it on the devices)."""
+    prompt: str | None = "The "
+    """What the model continues in the sample of its text; None: no sample."""
+    own_logits = False
+    """Whether the loss takes the model's own logits, all of a micro-batch's at once."""
 
     @property
     def max_weight_per_example(self) -> int:
@@ -83,9 +117,20 @@ class CausalLm:
 
     @cached_property
     def tokenizer(self) -> Any:
+        """Return the tokenizer.
+
+        Raises:
+            ValueError: it has no end token.
+        """
         if self.folder is None:
             return byte_tokenizer()
-        return AutoTokenizer.from_pretrained(_existing(self.folder), local_files_only=True)
+        found = AutoTokenizer.from_pretrained(_existing(self.folder), local_files_only=True)
+        if found.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer in {self.folder} has no end token: name one as eos_token in its "
+                "tokenizer_config.json"
+            )
+        return found
 
     def new_model(self) -> nn.Module:
         if self.folder is None:
@@ -94,7 +139,8 @@ class CausalLm:
             model = AutoModelForCausalLM.from_pretrained(
                 _existing(self.folder), local_files_only=True, dtype=self.dtype
             )
-        _check_head(model)
+        if not self.own_logits:
+            check_logits(model)
         if self.lora_rank is not None:
             settings = LoraConfig(
                 r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
@@ -102,74 +148,117 @@ class CausalLm:
             model = get_peft_model(model, settings)
         return cast(nn.Module, model)
 
-    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> list[Tensor]:
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TokenExamples:
         if data is not None:
-            return self.examples(texts_in(data))
-        train = self.examples(_bundled()[0])
-        return train[len(train) * part // num_parts : len(train) * (part + 1) // num_parts]
+            return self.read(data)
+        train = self.bundled[0]
+        return train.between(len(train) * part // num_parts, len(train) * (part + 1) // num_parts)
 
-    def test_examples(self) -> list[Tensor]:
-        return self.examples(_bundled()[1])[:NUM_TEST_EXAMPLES]
+    def test_examples(self) -> TokenExamples:
+        if self.test_data is not None:
+            return self.read(Path(self.test_data).expanduser())
+        if self.folder is not None:
+            return TokenExamples()
+        return self.bundled[1].between(0, NUM_TEST_EXAMPLES)
 
-    def columns(self, examples: Sequence[Tensor]) -> dict[str, list[int]]:
-        """Return the number of the bundled text that each example is of."""
-        texts = [] if self.is_packed else _bundled()[0]  # packed ones are of several
-        numbers = [at for at, text in enumerate(texts) for _ in self.examples([text])]
-        return {"text": numbers} if len(numbers) == len(examples) else {}
+    def read(self, path: Path) -> TokenExamples:
+        """Return the examples of a file or folder."""
+        return self.examples(texts_in(path))
 
-    def examples(self, texts: Sequence[str]) -> list[Tensor]:
-        """Cut texts into examples of at most ``context + 1`` tokens: each predicts all but one.
+    @cached_property
+    def bundled(self) -> tuple[TokenExamples, TokenExamples]:
+        """Return the examples that every device has: those to train on, and those to test."""
+        train, test = help_texts()
+        return self.examples(train), self.examples(test)
+
+    def examples(self, texts: Sequence[str]) -> TokenExamples:
+        """Cut texts into examples of at most ``context`` tokens, each of which predicts the next.
 
         Every token of a text is predicted once, and so is the end of each text.
         """
-        end = self.tokenizer.eos_token_id
+        end, start = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         coded = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        streams = [[end, *tokens, end] for tokens in coded if tokens]
+        first = end if start is None else start
+        streams = [[first, *tokens, end] for tokens in coded if tokens]
         if self.is_packed and streams:
-            streams = [[end, *(token for stream in streams for token in stream[1:])]]
-        return [
-            torch.tensor(stream[start : start + self.context + 1])
-            for stream in streams
-            for start in range(0, len(stream) - 1, self.context)
-        ]
+            joined = [first, *(token for stream in streams for token in stream[1:])]
+            return TokenExamples(cut(joined, [True] * len(joined), self.context))
+        pieces = [cut(stream, [True] * len(stream), self.context) for stream in streams]
+        return TokenExamples(
+            (piece for of_text in pieces for piece in of_text),
+            text=[number for number, of_text in enumerate(pieces) for _ in of_text],
+        )
 
     def collate(self, examples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return input tokens [B, T] and targets [B, T], padded on the right."""
-        shape = len(examples), max(len(example) for example in examples) - 1
+        shape = len(examples), max(self.lengths(examples))
         tokens_BT, targets_BT = torch.zeros(shape, dtype=torch.int64), torch.full(shape, PADDING)
-        for row, example in enumerate(examples):
-            tokens_BT[row, : len(example) - 1] = example[:-1]
-            targets_BT[row, : len(example) - 1] = example[1:]
+        for row, (tokens, targets) in enumerate(examples):
+            tokens_BT[row, : len(tokens)] = tokens
+            targets_BT[row, : len(targets)] = targets
         return tokens_BT, targets_BT
 
     def lengths(self, examples: Sequence[Tensor]) -> list[int]:
-        """Return the tokens that each example predicts: a micro-batch is padded to its longest."""
-        return [len(example) - 1 for example in examples]
+        """Return the tokens of each example: a micro-batch is padded to its longest."""
+        return [example.shape[1] for example in examples]
 
     def loss_sum(
         self, model: nn.Module, batch: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, int, dict[str, float]]:
         tokens_BT, targets_BT = batch
-        hidden_BTD, head = hidden_and_head(model, tokens_BT)
-        loss = headwater.chunked_cross_entropy(
-            hidden_BTD, head.weight, targets_BT, bias=head.bias, ignore_index=PADDING
+        loss = (loss_of_own_logits if self.own_logits else loss_of_head)(
+            model, tokens_BT, targets_BT
         )
         weight = int((targets_BT != PADDING).sum())
         # Divided by the weight, as every metric is, this is bits per token.
         return loss, weight, {"bits": loss.item() / math.log(2)}
 
-    def export(self, run: str | Path, folder: str | Path) -> None:
+    def sample(self, model: nn.Module) -> str | None:
+        """Return ``prompt`` with what the model makes of it."""
+        if self.prompt is None:
+            return None
+        return self.prompt + self.continuation(model, self.coded_prompt(self.prompt))
+
+    def continuation(self, model: nn.Module, tokens: list[int]) -> str:
+        """Return what follows some tokens, if the likeliest token is taken each time."""
+        given_1T, generating = torch.tensor([tokens]), cast(Any, model)
+        found_1T = generating.generate(
+            input_ids=given_1T,
+            attention_mask=torch.ones_like(given_1T),
+            max_new_tokens=NUM_SAMPLE_TOKENS,
+            do_sample=False,
+            pad_token_id=self.tokenizer.eos_token_id,
+        )
+        told = self.tokenizer.decode(found_1T[0, len(tokens) :], skip_special_tokens=True)
+        return cast(str, told)
+
+    def coded_prompt(self, prompt: str) -> list[int]:
+        """Return the tokens of the prompt, as a text begins."""
+        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return [end if start is None else start, *tokens]
+
+    def export(
+        self, run: str | Path, folder: str | Path, *, dtype: torch.dtype | None = None
+    ) -> None:
         """Write a run's model as a folder of transformers; with LoRA merged, the adapters beside.
 
         ``AutoModelForCausalLM.from_pretrained`` reads the folder, ``PeftModel.from_pretrained`` its
-        subfolder ``adapter``.
+        subfolder ``adapter``, and llama.cpp's ``convert_hf_to_gguf.py`` makes a GGUF file of it.
+        ``dtype`` is that of the folder's weights; None: as they were trained.
         """
         model: Any = headwater.load_model(run, self)
         if self.lora_rank is not None:
             model.save_pretrained(Path(folder) / "adapter")
+        if dtype is not None:
+            model = model.to(dtype)
+        if self.lora_rank is not None:
             model = model.merge_and_unload()
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        # Of SentencePiece: transformers no longer writes it, and the GGUF of a Gemma needs it.
+        if self.folder is not None and (pieces := _existing(self.folder) / PIECES).is_file():
+            shutil.copyfile(pieces, Path(folder) / PIECES)
 
 
 class CausalLmLora(CausalLm):
@@ -178,37 +267,16 @@ class CausalLmLora(CausalLm):
     lora_rank = 8
 
 
-def hidden_and_head(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, nn.Linear]:
-    """Return the last hidden state [B, T, D], and the layer that makes logits of it.
+def cut(stream: Sequence[int], is_target: Sequence[bool], context: int) -> list[Tensor]:
+    """Cut a stream of tokens into examples [2, T] of at most ``context`` tokens.
 
-    No mask is needed: padding is on the right and attention is causal, so no real token sees it.
-
-    Raises:
-        ValueError: an adapter changes the last layer or the input: weight and hidden state are then
-            without it, and it would train on no gradient.
+    Each token but the first is predicted once, from those before it in its example; one that is no
+    target has ``PADDING`` for it.
     """
-    whole: Any = model
-    why = ""
-    if isinstance(model, PeftModel):
-        if model.active_peft_config.is_prompt_learning:
-            raise ValueError(
-                "a learned prompt or prefix is no part of the last hidden state: write a loss_sum "
-                "of your own, which calls the whole model"
-            )
-        whole = model.get_base_model()
-        why = (
-            ", whose weight leaves the adapter out: take the last layer out of target_modules "
-            "(modules_to_save trains it whole), or"
-        )
-    head = whole.get_output_embeddings()
-    if not isinstance(head, (nn.Linear, ModulesToSaveWrapper)):
-        raise ValueError(
-            f"expected nn.Linear as the last layer, found {type(head).__name__} of "
-            f"{type(head).__module__}{why or ':'} write your own loss_sum"
-        )
-    body = getattr(whole, whole.base_model_prefix)
-    hidden_BTD = body(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    return hidden_BTD, cast(nn.Linear, head)
+    tokens, is_known = torch.tensor(stream), torch.tensor(is_target)
+    targets = tokens.masked_fill(~is_known, PADDING)
+    pieces = torch.split(torch.stack([tokens[:-1], targets[1:]]), context, dim=1)
+    return [piece.clone() for piece in pieces]  # a view would be stored with the whole stream
 
 
 def small_config(num_tokens: int) -> Any:
@@ -265,7 +333,7 @@ def _decoded(files: Sequence[Path]) -> Iterator[str]:
 
 
 @cache
-def _bundled() -> tuple[list[str], list[str]]:
+def help_texts() -> tuple[list[str], list[str]]:
     """Return Python's help texts: those to train on, and those to test."""
     texts = [text for _, text in sorted(topics.items())]
     train = [text for at, text in enumerate(texts) if at % TEST_EVERY]
@@ -284,28 +352,3 @@ def _existing(folder: str) -> Path:
             f"expected a model's folder with a config.json, there is none at {path}"
         )
     return path
-
-
-def _check_head(model: Any) -> None:
-    """Check that the logits are the last layer of the last hidden state, and nothing more.
-
-    The last layer's output is enlarged for it: a cap of 30 hardly changes a new model's logits.
-
-    Raises:
-        ValueError: the model scales or caps its logits, so ``loss_sum`` would train another one.
-    """
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        tokens = torch.arange(4)[None]
-        hidden, head = hidden_and_head(model, tokens)
-        hook = head.register_forward_hook(lambda _, __, logits: 1000 * logits)
-        expected = model(input_ids=tokens, use_cache=False).logits
-        is_same = torch.allclose(head(hidden), expected, rtol=1e-4, atol=0.1)
-        hook.remove()
-    model.train(was_training)
-    if not is_same:
-        raise ValueError(
-            f"{type(model).__name__} changes its logits after the last layer: write a loss_sum of "
-            "your own, with cross_entropy"
-        )

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from headwater.client.memory.activation_checkpointing import switch_off, switch_on
-from headwater.common.errors import EmptyDataset, MissingData, TaskError, UnsupportedModel
+from headwater.common.data.columns import column_of
+from headwater.common.errors import (
+    EmptyDataset,
+    MissingColumn,
+    MissingData,
+    TaskError,
+    UnsupportedModel,
+)
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
@@ -156,10 +163,9 @@ def test_padding_does_not_reach_the_loss(lm: Any) -> None:
 def test_every_token_and_the_end_of_every_text_is_predicted_once(lm: Any, is_packed: bool) -> None:
     task = packed(lm) if is_packed else lm.CausalLm()
     examples = task.examples(["x" * 300, "", "yz"])
-    predicted = task.tokenizer.decode(torch.cat([example[1:] for example in examples]))
+    predicted = task.tokenizer.decode(torch.cat([example[1] for example in examples]))
     assert predicted == "x" * 300 + lm.END + "yz" + lm.END
-    lengths = [len(example) - 1 for example in examples]
-    assert lengths == ([128, 128, 48] if is_packed else [128, 128, 45, 3])
+    assert task.lengths(examples) == ([128, 128, 48] if is_packed else [128, 128, 45, 3])
 
 
 def test_the_byte_tokenizer_returns_any_text_as_it_was(lm: Any) -> None:
@@ -174,7 +180,41 @@ def test_the_parts_of_the_sample_are_disjoint_and_complete(lm: Any) -> None:
     together = [example for part in parts for example in part]
     assert len(together) == len(whole)
     assert all(torch.equal(*pair) for pair in zip(together, whole, strict=True))
-    assert len(task.columns(whole)["text"]) == len(whole)
+    assert len(whole.text) == len(whole)
+
+
+def test_the_texts_of_an_owner_are_held_out_whole(lm: Any, tmp_path: Path) -> None:
+    task = lm.CausalLm()
+    examples = task.train_examples(data=texts(tmp_path / "texts"), part=0, num_parts=1)
+    column = column_of(task, examples, "text")
+    assert column.codes_E.tolist() == [0, 0, 0, 1]  # 321 tokens of one text, 6 of another
+    with pytest.raises(MissingColumn):
+        column_of(packed(lm), packed(lm).read(tmp_path / "texts"), "text")
+
+
+def test_the_server_tests_on_the_texts_it_was_given_and_no_others(lm: Any, tmp_path: Path) -> None:
+    folder = model_folder(lm, tmp_path / "base")
+    assert of_folder(lm, folder).test_examples() == []
+    task = of_folder(lm, folder, test_data=str(texts(tmp_path / "texts")))
+    assert task.lengths(task.test_examples()) == [128, 128, 65, 6]
+    assert len(lm.CausalLm().test_examples()) == lm.NUM_TEST_EXAMPLES
+
+
+def test_a_text_begins_with_the_tokenizer_s_own_start(lm: Any, tmp_path: Path) -> None:
+    task = of_folder(lm, model_folder(lm, tmp_path / "base"))
+    task.tokenizer.bos_token = "a"
+    tokens, targets = task.examples(["b"])[0]
+    assert task.tokenizer.decode(tokens) == "ab"
+    assert task.tokenizer.decode(targets) == "b" + lm.END
+
+
+def test_a_tokenizer_without_an_end_is_named(lm: Any, tmp_path: Path) -> None:
+    folder = model_folder(lm, tmp_path / "base")
+    tokenizer = lm.byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="has no end token: name one as eos_token"):
+        of_folder(lm, folder).examples(["text"])
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
@@ -248,21 +288,6 @@ def test_frozen_weights_may_be_bfloat16_and_adapters_are_float32(lm: Any, tmp_pa
         ModelImage(whole.new_model())
 
 
-def test_a_model_that_changes_its_logits_is_refused(
-    lm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = lm.LlamaForCausalLM.forward
-
-    def softer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = whole(self, *args, **kwargs)
-        answer.logits = answer.logits / 2
-        return answer
-
-    monkeypatch.setattr(lm.LlamaForCausalLM, "forward", softer)
-    with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits"):
-        lm.CausalLm().new_model()
-
-
 def test_a_folder_without_a_model_is_named_and_not_looked_up(lm: Any, tmp_path: Path) -> None:
     task = of_folder(lm, tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"config.json, there is none at .*nowhere"):
@@ -283,77 +308,6 @@ def test_files_that_are_not_utf_8_are_counted_in_the_log(
 ) -> None:
     lm.CausalLm().train_examples(data=texts(tmp_path / "texts"), part=0, num_parts=1)
     assert "1 files are not UTF-8" in caplog.text
-
-
-def test_the_hidden_state_is_that_of_the_adapted_model(lm: Any) -> None:
-    model: nn.Module = lm.CausalLmLora().new_model()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.1)
-        tokens = torch.arange(5)[None]
-        hidden, head = lm.hidden_and_head(model, tokens)
-        assert torch.allclose(head(hidden), model(input_ids=tokens).logits, atol=1e-5)
-
-
-def test_a_cap_that_hardly_changes_small_logits_is_refused(
-    lm: Any, transformers: Any, tmp_path: Path
-) -> None:
-    torch.manual_seed(5)
-    settings = transformers.Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=30.0)
-    transformers.Gemma2ForCausalLM(settings).save_pretrained(tmp_path)
-    lm.byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="changes its logits after the last layer"):
-        of_folder(lm, tmp_path).new_model()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"target_modules": ["q_proj", "lm_head"]}, {"trainable_token_indices": [3, 5]}],
-    ids=["LoRA", "tokens of a tied layer"],
-)
-def test_an_adapter_of_the_last_layer_is_refused(
-    lm: Any, transformers: Any, options: dict[str, Any]
-) -> None:
-    is_tied = "target_modules" not in options
-    settings = transformers.LlamaConfig(**SMALL, tie_word_embeddings=is_tied)
-    base = transformers.LlamaForCausalLM(settings)
-    model = lm.get_peft_model(base, lm.LoraConfig(r=2, **options))
-    with pytest.raises(ValueError, match="the adapter out: take the last layer out"):
-        lm.hidden_and_head(model, torch.arange(4)[None])
-
-
-def test_a_learned_prompt_is_refused(lm: Any) -> None:
-    settings = import_module("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = lm.get_peft_model(lm.CausalLm().new_model(), settings)
-    with pytest.raises(ValueError, match="a learned prompt or prefix"):
-        lm.hidden_and_head(model, torch.arange(4)[None])
-
-
-def test_a_last_layer_of_modules_to_save_trains_as_with_the_model_s_own_logits(
-    lm: Any, transformers: Any
-) -> None:
-    torch.manual_seed(5)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-    model = lm.get_peft_model(
-        base, lm.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    )
-    task = lm.CausalLm()
-    tokens, targets = task.collate(task.examples(["abc", "a longer text"]))
-    trained = [each for each in model.parameters() if each.requires_grad]
-    found = torch.autograd.grad(
-        functional.cross_entropy(
-            model(input_ids=tokens, use_cache=False).logits.flatten(0, 1),
-            targets.flatten(),
-            ignore_index=PADDING,
-            reduction="sum",
-        ),
-        trained,
-    )
-    task.loss_sum(model, (tokens, targets))[0].backward()
-    for parameter, expected in zip(trained, found, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_in_recomputed_blocks_is_an_error_whose_remedy_works(
