@@ -119,9 +119,9 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _kinds(tensors: Iterable[Tensor]) -> str:
-    """Return how many numbers of each dtype there are."""
+    """Return how many numbers there are of each dtype, or of each kind of codes."""
     numbers: dict[str, int] = {}
     for tensor in tensors:
-        kind = str(tensor.dtype).removeprefix("torch.")
+        kind = getattr(tensor, "stored_kind", str(tensor.dtype).removeprefix("torch."))
         numbers[kind] = numbers.get(kind, 0) + tensor.numel()
     return ", ".join(f"{number:,} {kind}" for kind, number in numbers.items())

@@ -1,1 +1,1 @@
-"""The frozen part of a model: the files of what was trained beside it."""
+"""The frozen part of a model: weights in four bits, and the files of what was trained beside it."""

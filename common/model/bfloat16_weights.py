@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
+from headwater.common.named_objects import part_of
 from headwater.common.system.heap import release_freed_memory
 
 STORED = torch.bfloat16
@@ -39,8 +40,18 @@ def store_in_bfloat16(model: nn.Module) -> None:
     Raises:
         UnsupportedModel: the model has no frozen weight.
     """
+    if not round_weights(model.parameters()):
+        raise UnsupportedModel(
+            "--frozen-dtype bfloat16 is set, and no weight of the model is frozen",
+            remedy="leave it out, or freeze weights with requires_grad_(False) in new_model; what "
+            "trains is float32",
+        )
+
+
+def round_weights(parameters: Iterable[Tensor]) -> bool:
+    """Store those of some parameters that are frozen weights; return whether there are some."""
     found, num_left = False, 0
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             continue
         if parameter.ndim >= 2 and parameter.dtype in WIDER:
@@ -49,33 +60,41 @@ def store_in_bfloat16(model: nn.Module) -> None:
         if parameter.dtype is STORED:
             found = True
             parameter._is_param = True
-            parameter.__class__ = Bfloat16Weight  # type: ignore[assignment]  # tied ones stay one
+            parameter.__class__ = Bfloat16Weight  # tied ones stay one
         if num_left >= RELEASED_BYTES:
             num_left = 0
             release_freed_memory()
-    if not found:
-        raise UnsupportedModel(
-            "--frozen-dtype bfloat16 is set, and no weight of the model is frozen",
-            remedy="leave it out, or freeze weights with requires_grad_(False) in new_model; what "
-            "trains is float32",
-        )
+    return found
+
+
+def store_frozen(model: nn.Module, dtype: str) -> None:
+    """Store the frozen weights of a model as ``--frozen-dtype`` says.
+
+    Raises:
+        UnsupportedModel: the model has no frozen weight that may be stored so.
+    """
+    if dtype == "bfloat16":
+        store_in_bfloat16(model)
+    else:
+        part_of(f"headwater.common.frozen.{dtype}_weights:store")(model)
 
 
 @contextmanager
-def stored_in_bfloat16(model: nn.Module) -> Iterator[None]:
-    """Store the frozen weights in bfloat16 for a while; then they are plain ones again, rounded.
+def stored_frozen(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Store the frozen weights for a while; then they are plain ones again, rounded.
 
     Raises:
-        UnsupportedModel: see ``store_in_bfloat16``.
+        UnsupportedModel: see ``store_frozen``.
     """
     dtypes = [(one, one.dtype) for one in model.parameters() if not one.requires_grad]
-    store_in_bfloat16(model)
+    store_frozen(model, dtype)
     try:
         yield
     finally:
-        for parameter, dtype in dtypes:
+        for parameter, before in dtypes:
+            value = plain(parameter.to(before))
             parameter.__class__ = nn.Parameter
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = value
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -96,6 +115,8 @@ class Bfloat16Weight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Carry out an operation; see the module."""
+        if any(hasattr(one, "stored_kind") for one in types):
+            return NotImplemented  # that one decodes its weights, and then it is the turn of these
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in PRODUCTS and torch.is_autocast_enabled("cpu"):

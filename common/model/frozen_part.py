@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwater.common.model.layout import ModelLayout, named_tensors
+from headwater.common.model.layout import ModelLayout, memory_of, named_tensors
 from headwater.common.model.tensor_file import write_tensors
 
 LENGTH_BYTES = 8  # of a safetensors file: the length of its header, before it
@@ -76,7 +76,7 @@ def digest_of(layout: ModelLayout, model: nn.Module) -> str:
         return ""
     tensors, sha = dict(named_tensors(model)), begin_digest(layout)
     for slot in layout.frozen:
-        flat = tensors[slot.name].detach().contiguous().reshape(-1)
+        flat = memory_of(tensors[slot.name]).detach().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().data)
     return str(sha.hexdigest())
 

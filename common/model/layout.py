@@ -144,8 +144,9 @@ def layout_of(model: nn.Module, local_names: Set[str] = frozenset()) -> ModelLay
     frozen: list[tuple[str, Tensor]] = []
     local: list[tuple[str, Tensor]] = []
     for name, tensor in named_tensors(model):
-        _check_memory(name, tensor)
         is_trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        tensor = memory_of(tensor)
+        _check_memory(name, tensor)
         if is_trainable and tensor.dtype != torch.float32:
             raise UnsupportedModel(
                 f"the parameter {name} is {_name(tensor)}; updates are float32",
@@ -223,6 +224,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 remedy="call the model on an example's inputs at the end of new_model",
             )
         yield name, tensor
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor as its memory has it: a weight that is stored in codes, as the codes."""
+    found: Tensor = getattr(tensor, "stored_memory", tensor)
+    return found
 
 
 def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:

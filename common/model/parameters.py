@@ -30,9 +30,16 @@ from headwater.common.model.batch_norm import (
     refuse_batch_dependent,
     replace_batch_norm_by_group_norm,
 )
-from headwater.common.model.bfloat16_weights import store_in_bfloat16
+from headwater.common.model.bfloat16_weights import store_frozen
 from headwater.common.model.frozen_part import Fingerprint
-from headwater.common.model.layout import changed, layout_of, moved, named_tensors, unfrozen
+from headwater.common.model.layout import (
+    changed,
+    layout_of,
+    memory_of,
+    moved,
+    named_tensors,
+    unfrozen,
+)
 from headwater.common.model.local_parameters import local_names
 from headwater.common.model.tensor_file import tensors_of, without_wrappers
 from headwater.common.model.vectors import bit_sum
@@ -104,7 +111,7 @@ class ModelImage:
             if name in views:  # a buffer that stays on the device has no place of its own
                 tensor = tensors.pop(name)
                 with torch.no_grad():
-                    views[name].copy_(tensor)
+                    views[name].copy_(memory_of(tensor))
                 tensor.data = views[name]
                 num_moved += tensor.nbytes
                 if num_moved >= RELEASED_BYTES:  # or else the process holds the model twice
@@ -256,8 +263,9 @@ def build_model(
     """Build the task's model under the run's seed and move it into blocks.
 
     ``batch_norm`` and ``frozen_dtype`` are those of the settings: "frozen" leaves the layers with
-    their running statistics, "group" puts GroupNorm in their place; "bfloat16" stores the frozen
-    weights in it. ``within`` calls the task's ``new_model`` and returns the model, or raises.
+    their running statistics, "group" puts GroupNorm in their place; frozen weights
+    are stored in ``frozen_dtype``. ``within`` calls the task's ``new_model`` and returns the model,
+    or raises.
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
@@ -271,7 +279,7 @@ def build_model(
     if batch_norm == "frozen":
         freeze_statistics(model)
     if frozen_dtype is not None:
-        store_in_bfloat16(model)
+        store_frozen(model, frozen_dtype)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
 
 

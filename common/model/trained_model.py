@@ -27,7 +27,7 @@ from headwater.common.errors import (
     remedy_in_traceback,
 )
 from headwater.common.model.batch_norm import GroupNormArguments, replay
-from headwater.common.model.bfloat16_weights import stored_in_bfloat16
+from headwater.common.model.bfloat16_weights import stored_frozen
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
@@ -196,8 +196,8 @@ def load_module(
         model = built_model(task)
     state = with_wrappers(model, state)
     replay(model, record.replaced_layers)
-    is_rounded = record.base_digest is not None and record.frozen_dtype is not None
-    with stored_in_bfloat16(model) if is_rounded else nullcontext():
+    dtype = record.frozen_dtype if record.base_digest is not None else None
+    with nullcontext() if dtype is None else stored_frozen(model, dtype):
         state = with_base(model, record, state, file, patterns)
     if local is not None:
         own = device_tensors(local, layout_digest=record.layout_digest, rounds=record.rounds)

@@ -359,10 +359,11 @@ class ModelSettings(Branch):
         "as for a pretrained network; group: GroupNorm in its place, for a network without "
         "statistics; the same on both sides; not set: BatchNorm in training mode is refused",
     )
-    frozen_dtype: Literal["bfloat16"] | None = setting(
+    frozen_dtype: Literal["bfloat16", "nf4"] | None = setting(
         None,
-        "store, send and keep frozen weights in bfloat16, at half the memory; the same on both "
-        "sides; not set: as the task builds them",
+        "store, send and keep frozen weights in bfloat16, at half the memory, or those of linear "
+        "layers in four bits (nf4), at a seventh; the same on both sides; not set: as the task "
+        "builds them",
     )
     local_parameters: Patterns | None = setting(
         None,

@@ -23,6 +23,7 @@ from headwater.common.errors import (
     TaskError,
     UnsupportedModel,
 )
+from headwater.common.model.bfloat16_weights import stored_frozen
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
@@ -266,6 +267,33 @@ def test_adapters_load_in_peft_and_merged_in_plain_transformers(
     assert torch.equal(logits(adapted), logits(run.model))
     assert torch.allclose(logits(merged), logits(run.model), atol=1e-5)
     assert not torch.allclose(logits(base()), logits(run.model), atol=1e-5)
+
+
+def test_adapters_on_four_bits_load_in_peft_on_the_decoded_base(
+    lm: Any, transformers: Any, tmp_path: Path
+) -> None:
+    task = of_folder(lm, model_folder(lm, tmp_path / "base"), lora_rank=4)
+    run = simulate(
+        task,
+        clients=2,
+        rounds=1,
+        out=tmp_path / "run",
+        accumulation_steps=1,
+        frozen_dtype="nf4",
+    )
+    task.export(tmp_path / "run", tmp_path / "exported")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", local_files_only=True
+    )
+    with stored_frozen(base.requires_grad_(False), "nf4"):
+        pass
+    adapted = import_module("peft").PeftModel.from_pretrained(
+        base, tmp_path / "exported" / "adapter"
+    )
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        found, expected = (one.eval()(input_ids=tokens).logits for one in (adapted, run.model))
+    assert torch.equal(found, expected)
 
 
 def test_only_adapters_are_trained_and_sent_in_each_round(lm: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from headwater.common.model.layout import layout_of
+from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import MODEL
 from tests.adapted import TASK, Adapted
 from tests.processes import Process, Processes, model_digest, port_of, rows
@@ -20,13 +22,15 @@ OTHER_SEED = ("--seed", 5)  # the devices' own tasks build the frozen part of se
 IS_SENT = "is sent the frozen part"
 
 
-def run(processes: Processes, *settings: object, out: Path) -> list[Process]:
+def run(
+    processes: Processes, *settings: object, out: Path, devices: Sequence[object] = ()
+) -> list[Process]:
     """Run a server and two devices, each with a state folder of its own, to their end."""
     server = processes.server(*SETTINGS, *settings, "--verbose", "--out", out, task=TASK)
     port = port_of(server)
     folders = [processes.folder / f"state{part}" for part in range(2)]
     clients = [
-        processes.client(port, part, "--state", folder, "--verbose", task=TASK)
+        processes.client(port, part, "--state", folder, "--verbose", *devices, task=TASK)
         for part, folder in enumerate(folders)
     ]
     for process in (server, *clients):
@@ -54,6 +58,20 @@ def test_each_round_sends_the_trained_part_and_the_rest_once_in_all_runs(tmp_pat
         processes.run("simulation", *more, "--out", out).succeed()
         digests = {model_digest(tmp_path / one) for one in ("first", "second", "simulated")}
         assert len(digests) == 1
+
+
+def test_four_bits_are_sent_once_and_train_the_model_of_the_simulation(tmp_path: Path) -> None:
+    nf4 = ("--frozen-dtype", "nf4")
+    with Processes(tmp_path) as processes:
+        server, *devices = run(processes, *OTHER_SEED, *nf4, out=tmp_path / "out", devices=nf4)
+        assert num_sent(server) == 2
+        layout = build_model(Adapted(), seed=5, frozen_dtype="nf4").layout
+        sent = f"{layout.num_frozen_bytes / 1_000_000:.1f} MB"
+        assert all(f"frozen part of the model, {sent}" in one.text() for one in devices)
+        out = tmp_path / "simulated"
+        more = (*PLAN, *OTHER_SEED, *nf4, "--rounds", 3, "--clients", 2, "--threads", 1)
+        processes.run("simulation", *more, "--task", TASK, "--out", out).succeed()
+        assert model_digest(out) == model_digest(tmp_path / "out")
 
 
 def test_devices_whose_task_builds_the_same_frozen_part_are_sent_nothing(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ OF_FEATURES = frozenset(
 )
 AT_TEXT = {
     *("client/flower/request.py", "client/flower/state_file.py", "common/model/trained_model.py"),
-    *("common/terms.py", "server/rounds/admission.py"),
+    *("common/model/bfloat16_weights.py", "common/terms.py", "server/rounds/admission.py"),
 }
 """The files of the core that name a feature's place, for what they may meet: an entry of a state
-file, an adapter, a plan's terms."""
+file, an adapter, a dtype of frozen weights, a plan's terms."""
 COUNT = """
 import atexit, json, sys
 def write():

@@ -134,6 +134,7 @@ MODELS = {
 }
 
 
+DTYPES = st.sampled_from([None, "bfloat16", "nf4"])
 RECOMPUTED = st.sampled_from([(), (1,), (0, 2), (0, 1, 2)])
 
 
@@ -157,7 +158,7 @@ def recomputing(model: nn.Module, blocks: tuple[int, ...]) -> Iterator[None]:
     seed=st.integers(0, 99),
     is_chunked=st.booleans(),
     recomputed=RECOMPUTED,
-    is_stored=st.booleans(),
+    dtype=DTYPES,
 )
 @settings(max_examples=settings().max_examples // 5)
 def test_the_mean_gradient_is_that_of_one_big_batch_of_the_plain_model(
@@ -166,21 +167,21 @@ def test_the_mean_gradient_is_that_of_one_big_batch_of_the_plain_model(
     seed: int,
     is_chunked: bool,
     recomputed: tuple[int, ...],
-    is_stored: bool,
+    dtype: str | None,
 ) -> None:
-    """With its frozen weights in float32, or rounded and stored in bfloat16."""
+    """With its frozen weights in float32, or rounded and stored in bfloat16 or in four bits."""
     plain = replace(MODELS[kind], is_chunked=False)
-    task, dtype = replace(plain, is_chunked=is_chunked), stored_in(plain, is_stored)
-    run = OneRoundAtATime(task, seed, frozen_dtype=dtype)
+    task = replace(plain, is_chunked=is_chunked)
+    run = OneRoundAtATime(task, seed, frozen_dtype=stored_in(plain, dtype))
     expected_P = reference.mean_gradient(plain, run.image.model, run.picked(clients, 0))
     with recomputing(run.image.model, recomputed):
         found_P = run.mean_gradient(clients, 0).double()
     assert float((found_P - expected_P).norm()) <= RELATIVE * float(expected_P.norm())
 
 
-def stored_in(task: Texts, is_stored: bool) -> str | None:
+def stored_in(task: Texts, dtype: str | None) -> str | None:
     """Return the dtype of frozen weights, if there are any."""
-    return "bfloat16" if is_stored and (task.has_lora or task.num_frozen) else None
+    return dtype if task.has_lora or task.num_frozen else None
 
 
 def mean_of_passes(run: OneRoundAtATime, clients: list[Client]) -> Tensor:
@@ -222,7 +223,7 @@ FEW_CLIENTS = st.lists(
     clients=FEW_CLIENTS,
     is_chunked=st.booleans(),
     recomputed=RECOMPUTED,
-    is_stored=st.booleans(),
+    dtype=DTYPES,
 )
 @settings(max_examples=3)
 def test_bfloat16_autocast_rounds_the_passes_and_never_their_sum(
@@ -230,11 +231,10 @@ def test_bfloat16_autocast_rounds_the_passes_and_never_their_sum(
     clients: list[Client],
     is_chunked: bool,
     recomputed: tuple[int, ...],
-    is_stored: bool,
+    dtype: str | None,
 ) -> None:
     task = replace(MODELS[kind], is_chunked=is_chunked)
-    dtype = stored_in(task, is_stored)
-    run = OneRoundAtATime(task, 3, frozen_dtype=dtype, precision="bfloat16")
+    run = OneRoundAtATime(task, 3, frozen_dtype=stored_in(task, dtype), precision="bfloat16")
     expected_P = mean_of_passes(run, clients)
     with recomputing(run.image.model, recomputed):
         found_P = run.mean_gradient(clients, 0).double()

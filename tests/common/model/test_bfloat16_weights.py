@@ -20,7 +20,7 @@ from headwater.common.errors import UnsupportedModel
 from headwater.common.model.bfloat16_weights import (
     Bfloat16Weight,
     store_in_bfloat16,
-    stored_in_bfloat16,
+    stored_frozen,
 )
 from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
 from headwater.common.model.frozen_part import digest_of
@@ -64,7 +64,7 @@ def pair() -> tuple[Net, Net]:
     stored, rounded = Net(), Net()
     rounded.load_state_dict(stored.state_dict())
     store_in_bfloat16(stored)
-    with stored_in_bfloat16(rounded):
+    with stored_frozen(rounded, "bfloat16"):
         pass
     assert {type(one) for one in rounded.parameters()} == {nn.Parameter}
     assert {one.dtype for one in rounded.parameters()} == {torch.float32}
