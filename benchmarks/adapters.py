@@ -39,6 +39,7 @@ SIZE = "HEADWATER_BENCHMARK_ADAPTERS"
 GB, MB = 10**9, 10**6
 SIZES = {  # layers, width, heads, heads with keys, perceptron, words, tokens of an example
     "tiny": (2, 64, 4, 2, 176, 512, 32),
+    "370M": (24, 1024, 16, 16, 2816, 32000, 512),
     "1.1B": (22, 2048, 32, 4, 5632, 32000, 512),
 }
 NUM_EXAMPLES = 8
