@@ -5,8 +5,8 @@ bfloat16. Each dtype is a process of its own, which does what a device does: it 
 measures speed and memory by the probe, and trains on windows of micro-batches of one example. The
 two take turns, one window each, so that neither has the machine at a better time. ``resident_mb``
 is what the process holds when the model is built, ``peak_mb`` the most while it trains and
-``foreseen_mb`` what the probe foresaw. ``ratio`` is the median over turns of nf4's seconds over
-bfloat16's.
+``foreseen_mb`` what the probe foresaw. ``ratio`` is the median over turns of nf4's CPU seconds over
+bfloat16's, ``wall_ratio`` that of their seconds by the wall.
 
     python -m benchmarks.four_bits --size 370M --turns 5
 """
@@ -67,10 +67,14 @@ def device(dtype: str, num_steps: int, precision: Any) -> None:
     }
     print(json.dumps(begun), flush=True)
     for _ in sys.stdin:
-        meter, start = PeakMeter(), time.perf_counter()
+        meter, wall, cpu = PeakMeter(), time.perf_counter(), time.process_time()
         trainer.train(identity, machine, plan, SamplerState())
-        seconds = (time.perf_counter() - start) / num_steps
-        print(json.dumps({"seconds": seconds, "peak_mb": meter.peak_bytes() / MB}), flush=True)
+        row = {
+            "cpu_seconds": (time.process_time() - cpu) / num_steps,
+            "wall_seconds": (time.perf_counter() - wall) / num_steps,
+            "peak_mb": meter.peak_bytes() / MB,
+        }
+        print(json.dumps(row), flush=True)
 
 
 def measure(chosen: argparse.Namespace) -> Figures:
@@ -87,14 +91,24 @@ def measure(chosen: argparse.Namespace) -> Figures:
             turns[dtype].append(_row(devices[dtype]))
     for dtype, one in devices.items():
         one.communicate()
-        seconds = [row["seconds"] for row in turns[dtype]]
         found[dtype] |= {
             "peak_mb": max(row["peak_mb"] for row in turns[dtype]),
-            "seconds_a_micro_batch": statistics.median(seconds),
+            "cpu_seconds": statistics.median(row["cpu_seconds"] for row in turns[dtype]),
+            "wall_seconds": statistics.median(row["wall_seconds"] for row in turns[dtype]),
         }
+    ratios, walls = (_ratios(turns, kind) for kind in ("cpu_seconds", "wall_seconds"))
+    return {
+        "size": size,
+        **found,
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "wall_ratio": statistics.median(walls),
+    }
+
+
+def _ratios(turns: dict[str, list[Figures]], kind: str) -> list[float]:
     pairs = zip(turns["nf4"], turns["bfloat16"], strict=True)
-    ratios = [one["seconds"] / other["seconds"] for one, other in pairs]
-    return {"size": size, **found, "ratios": ratios, "ratio": statistics.median(ratios)}
+    return [one[kind] / other[kind] for one, other in pairs]
 
 
 def _start(dtype: str, size: str, chosen: argparse.Namespace) -> subprocess.Popen[str]:

@@ -55,6 +55,15 @@ def test_what_is_there_at_rest_is_told_apart_by_kind_and_adds_up(tmp_path: Path)
     assert sum(part.num_bytes for part in parts.values()) == 300 * MB
 
 
+def test_weights_in_four_bits_count_with_the_bytes_of_their_codes(tmp_path: Path) -> None:
+    path = tmp_path / "adapted.py"
+    path.write_text(ADAPTED)
+    trainer = Trainer(f"{path}:Adapted", batch_norm=None, check_task=False, frozen_dtype="nf4")
+    parts = {part.name: part for part in parts_at_rest(trainer, 300 * MB)}
+    assert parts["parameters, frozen"][1:] == (36, "32 nf4")  # a block of 64, not all filled
+    assert trainer.image.layout.num_frozen_bytes == 36 + 4 * 5
+
+
 def training_parts(*, num_tokens: int | None = None, is_masked: bool = False) -> dict[str, float]:
     found = Footprint(checkpointed=2.0 * MB, plain=6.0 * MB, kept=1.0 * MB, outside=0.5 * MB)
     parts = parts_of_training(
