@@ -173,6 +173,19 @@ def test_a_frozen_head_gives_the_chunked_loss_of_its_decoded_weight() -> None:
     assert torch.equal(*gradients)
 
 
+def test_torch_func_takes_the_chunked_loss_of_a_frozen_head() -> None:
+    values, targets = torch.randn(3, 5, 100), torch.randint(33, (3, 5))
+    gradients = []
+    for layer in pair():
+        weight = layer.get_parameter("weight")
+
+        def loss(hidden: Tensor, wanted: Tensor, weight: Tensor = weight) -> Tensor:
+            return chunked_cross_entropy(hidden, weight, wanted, chunk_bytes=1)
+
+        gradients.append(vmap(grad(loss))(values, targets))
+    assert torch.equal(*gradients)
+
+
 def test_a_weight_looks_like_the_float32_weight_that_it_decodes_to() -> None:
     stored, plain = pair()
     weight, expected = stored.get_parameter("weight"), plain.get_parameter("weight")
