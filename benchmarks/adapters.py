@@ -1,4 +1,4 @@
-"""Whole rounds of a 1.1B language model with LoRA on bfloat16 frozen weights, in a cgroup.
+"""Whole rounds of a 1.1B language model with LoRA on narrow frozen weights, in a cgroup.
 
 A real server runs outside of the cgroup and ``headwater-client`` within it, as a user types it: it
 builds the model, is sent the server's frozen part, checks the task, trains K micro-batches of one
@@ -101,7 +101,7 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
         "plan.accumulation_steps": chosen.steps,
         "plan.micro_batch_size": 1,
         "plan.precision": chosen.precision,
-        "model.frozen_dtype": "bfloat16",
+        "model.frozen_dtype": chosen.frozen_dtype,
         "secure.aggregation": masks,
         "secure.answer_factor": 4.0,
         "secure.phase_seconds": LIMIT_SECONDS,
@@ -119,7 +119,7 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
             command += ["--server", f"127.0.0.1:{running.port}", "--task", TASK]
             command += ["--name", f"device-{part}", "--state", str(state), "--once"]
             command += ["--part", str(part), "--num-parts", str(num_devices)]
-            command += ["--secure-aggregation", masks, "--frozen-dtype", "bfloat16"]
+            command += ["--secure-aggregation", masks, "--frozen-dtype", chosen.frozen_dtype]
             one = subprocess.Popen(command, cwd=ROOT, preexec_fn=None if part else cage.enter)
             stack.callback(serving.end, one)
             devices.append(one)
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="micro-batches in a round; 2, masked 8")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--frozen-dtype", default="bfloat16", choices=("bfloat16", "nf4"))
     parser.add_argument("--masked", action="store_true")
     chosen = parser.parse_args()
     chosen.steps = chosen.steps or (8 if chosen.masked else 2)  # 8: --min-quota
