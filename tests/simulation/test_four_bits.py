@@ -105,8 +105,12 @@ def test_an_evaluation_of_the_file_is_that_of_the_run_s_own_model(done: Path) ->
     assert found.results[0].loss == adapted.results[0].loss
 
 
-def test_a_run_from_the_model_file_has_the_same_frozen_part(done: Path, tmp_path: Path) -> None:
-    simulate(chosen(tmp_path, seed=6, model={"initial": done, "frozen_dtype": "nf4"}))
+@pytest.mark.parametrize(("name", "seed"), [(MODEL, 6), (ADAPTER, 5)])
+def test_a_run_from_a_file_has_the_same_frozen_part(
+    name: str, seed: int, done: Path, tmp_path: Path
+) -> None:
+    initial = {"initial": done / name, "frozen_dtype": "nf4"}
+    simulate(chosen(tmp_path, seed=seed, model=initial))
     parts = [(folder / checkpoint.FROZEN).read_bytes() for folder in (done, tmp_path)]
     assert parts[0] == parts[1]
 
