@@ -126,6 +126,7 @@ def _start(dtype: str, size: str, chosen: argparse.Namespace) -> subprocess.Pope
 def _row(one: subprocess.Popen[str]) -> Figures:
     assert one.stdout is not None
     row: Figures = json.loads(one.stdout.readline())
+    print(row, file=sys.stderr, flush=True)  # of a long run, how far it is
     return row
 
 
