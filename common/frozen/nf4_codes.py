@@ -41,7 +41,7 @@ def encoded(weight: Tensor) -> Tensor:
     num_blocks = -(-flat.numel() // BLOCK)
     found = torch.empty(num_blocks * (CODE_WORDS + 1), dtype=STORED)
     codes, scales = _parts(found)
-    codes = codes.view(torch.uint8).view(-1, BLOCK // 2)
+    codes = codes.view(-1, BLOCK // 2)
     values = torch.tensor(CODEBOOK, dtype=torch.float32)
     borders = ((values[1:] + values[:-1]) / 2).tolist()
     for begin in range(0, num_blocks, CHUNK_BLOCKS):
@@ -65,26 +65,31 @@ def decoded(memory: Tensor, shape: tuple[int, int], rows: slice = slice(None)) -
     first, last = start // BLOCK, -(-stop // BLOCK)
     codes, scales = _parts(memory)
     found = torch.empty((last - first) * BLOCK, dtype=torch.float32)
-    fours = found.view(torch.complex128)  # an element is four numbers
+    pairs = found.view(torch.float64)  # an element is two numbers
+    room = torch.empty(min(CHUNK_BLOCKS, last - first) * BLOCK // 2, dtype=torch.int32)
     for begin in range(first, last, CHUNK_BLOCKS):
         end = min(begin + CHUNK_BLOCKS, last)
-        keys = codes[begin * BLOCK // 4 : end * BLOCK // 4].to(torch.int32).bitwise_and_(0xFFFF)
-        own = slice((begin - first) * BLOCK // 4, (end - first) * BLOCK // 4)
-        torch.index_select(_fours(), 0, keys, out=fours[own])
+        keys = room[: (end - begin) * BLOCK // 2]
+        keys.copy_(codes[begin * BLOCK // 2 : end * BLOCK // 2])
+        own = slice((begin - first) * BLOCK // 2, (end - first) * BLOCK // 2)
+        torch.index_select(_pairs(), 0, keys, out=pairs[own])
         found.view(-1, BLOCK)[begin - first : end - first].mul_(scales[begin:end, None])
     start, stop = start - first * BLOCK, stop - first * BLOCK
     return found[start:stop].view(-1, shape[1])
 
 
 def _parts(memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the codes, four in an int16, and of the scales."""
+    """Return views of the codes, two in a byte, and of the scales."""
     end = len(memory) // (CODE_WORDS + 1) * CODE_WORDS
-    return memory[:end].view(torch.int16), memory[end:].view(torch.float32)
+    return memory[:end].view(torch.uint8), memory[end:].view(torch.float32)
 
 
 @cache
-def _fours() -> Tensor:
-    """Return the four numbers of each int16 of codes: one look-up takes the place of four."""
-    keys = torch.arange(1 << 16)[:, None] >> torch.tensor([0, 4, 8, 12])
+def _pairs() -> Tensor:
+    """Return the two numbers of each byte of codes, so that one look-up finds both.
+
+    A table of four numbers for each 16 bits took 1.5 times the time: it fills the cache.
+    """
     values = torch.tensor(CODEBOOK, dtype=torch.float32)
-    return values[keys & 15].view(torch.complex128).view(-1)
+    keys = torch.arange(256)[:, None] >> torch.tensor([0, 4])
+    return values[keys & 15].view(torch.float64).view(-1)
