@@ -57,8 +57,10 @@ class Terms(BaseModel):
         """Return what all members of a secure session must have in common: by default every field.
 
         What is left out may differ from device to device, and a server can single one out by it.
+        Members of two versions agree on a field that is new where it is as it is by default, so a
+        default keeps its meaning for ever.
         """
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
 
     @property
     def asks_model(self) -> bool:

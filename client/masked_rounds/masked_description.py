@@ -252,5 +252,5 @@ def vitals_without_training(request: DeviceRequest, hardware: Hardware) -> Vital
 
 def padded(report: DeviceReport | ReadyReport) -> RecordDict:
     """Return a report as a message whose length does not show how long its numbers are."""
-    head = padded_head(report.model_dump_json(exclude_none=True))
+    head = padded_head(records.json_text(report))
     return records.content_with_head(head, None)

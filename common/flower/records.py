@@ -71,13 +71,16 @@ def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
 
 
 def json_text(data: BaseModel) -> str:
-    """Return a message's data as JSON.
+    """Return a message's data as JSON, without what is as it is by default.
+
+    So a field that is new in this version is sent only where it says something, and an earlier
+    version, which knows no such field, refuses that alone.
 
     Raises:
         SettingsError: a tensor in it is longer than a message may be.
     """
     try:
-        return data.model_dump_json(exclude_none=True)
+        return data.model_dump_json(exclude_none=True, exclude_defaults=True)
     except PydanticSerializationError as error:  # a tensor that says so itself
         raise SettingsError(str(error), remedy=SHORTER_TERMS) from error
 

@@ -83,6 +83,7 @@ def table_of_devices(text: str) -> str:
     )
     unknown |= dict.fromkeys(("temperature_celsius", "battery", "is_on_battery"), None)
     device: dict[str, Any] = {"name": text, "is_connected": True, "bytes_up": 0, "bytes_down": 0}
+    device["labels"] = text
     return rendered(status._fleet([device | unknown]))
 
 
