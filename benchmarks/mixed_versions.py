@@ -97,18 +97,23 @@ def mixed(folder: Path, way: str, *, server: Path, device: Path, then: Path | No
         run = (*run, "--out", str(out), "--threads", "1", *of_server)
         with contextlib.ExitStack() as started:
             at = started.enter_context(process(server, "server", *run, "--rounds", str(first)))
-            devices = [
-                started.enter_context(
+
+            def device_of(part: int) -> subprocess.Popen[bytes]:
+                return started.enter_context(
                     process(
                         *(device, "client", "--task", TASK, "--server", f"127.0.0.1:{port}"),
                         *("--name", f"d{part}", "--part", str(part), "--num-parts", str(DEVICES)),
                         *("--state", str(state), "--threads", "1", *of_devices),
                     )
                 )
-                for part in range(DEVICES)
-            ]
+
+            devices = [device_of(part) for part in range(DEVICES)]
             _wait(at, *devices)
             if then is not None:
+                devices = [
+                    one if one.poll() is None else device_of(part)
+                    for part, one in enumerate(devices)
+                ]
                 at = started.enter_context(
                     process(then, "server", *run, "--rounds", str(ROUNDS), "--resume")
                 )
