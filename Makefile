@@ -13,6 +13,10 @@ PYTEST_SLOW := $(VENV)/bin/python -m pytest -n 4 --dist worksteal
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if platform.machine() == 'aarch64' else 'torch>=2.6,<2.14')")
 
+# Whatever the shell says: without its bytecode the project is compiled anew in each of hundreds of processes,
+# and so are pytest's assertions in each of its workers: a quarter of a minute of a core.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-long lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
 
 demo: $(VENV)/.demo

@@ -69,7 +69,8 @@ def copy_without(feature: str, target: Path) -> Path:
     for package in (*PACKAGES, "examples"):
         for path in (ROOT / package).rglob("*"):
             name = str(path.relative_to(ROOT))
-            if path.is_dir() or name.startswith(gone):
+            is_being_written = path.suffix[1:].isdigit()  # bytecode, by another process
+            if path.is_dir() or name.startswith(gone) or is_being_written:
                 continue
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.link(path, target / name)

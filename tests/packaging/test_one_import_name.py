@@ -27,6 +27,7 @@ follow_imports = normal
 [mypy-numpy.*]
 follow_imports_for_stubs = true
 """
+WITHOUT_BYTECODE = shutil.ignore_patterns("__pycache__")  # another process may be writing it
 RUN = ("--rounds", "2", "--clients", "3", "--accumulation-steps", "2", "--threads", "1")
 
 # A user's application whose folders and files have the names of ours.
@@ -130,7 +131,7 @@ def test_a_checkout_without_symbolic_links_runs_too(tmp_path: Path) -> None:
     shutil.copy(ROOT / "headwater" / "__init__.py", package)
     for room in ROOMS:
         (package / room).write_text(f"../{room}")
-        shutil.copytree(ROOT / room, tmp_path / room)
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=WITHOUT_BYTECODE)
     code = f"import headwater.server.cli as it; assert it.__file__.startswith({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
