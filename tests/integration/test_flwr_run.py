@@ -32,7 +32,8 @@ from tests.venvs import make_venv
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 280
 NUM_NODES = 4
-STARTED_OFTEN = ("flwr-clientapp", "flwr-serverapp")
+# Each is started for every message, run or node, and imports the same.
+STARTED_OFTEN = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")
 PARTS = range(NUM_NODES)
 # Each belongs to one machine, or to an engine that `flwr run` is not.
 NOT_OF_A_FLOWER_RUN = (
@@ -73,7 +74,7 @@ def log(level, text, *arguments):
 
 vanishes_at = sys.argv.pop(1)
 said, inner.log = inner.log, log
-inner.time = SimpleNamespace(sleep=lambda seconds: time.sleep(0.05))
+inner.time = SimpleNamespace(sleep=lambda seconds: time.sleep(0.1))
 flower_supernode()
 """
 
@@ -97,6 +98,8 @@ class Deployment:
         self._bin = make_venv(folder / "venv")
         self._environment = os.environ | {
             "MARK": self._mark,
+            # The bundle is compiled once, and not by the process of each message.
+            "PYTHONDONTWRITEBYTECODE": "",
             "FLWR_HOME": str(folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -119,9 +122,9 @@ class Deployment:
         )
         lines = [make_identity(self.of(part) / "key", str(part))[0].line for part in PARTS]
         (self.folder / "allow-list").write_text("\n".join(lines))
+        self._await(forks.exists)
         self.run("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port))
         self._await_health(f"http://{address}/health")
-        self._await(forks.exists)
 
     def of(self, part: int) -> Path:
         """The folder of a device's own files."""
