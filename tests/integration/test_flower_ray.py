@@ -11,9 +11,6 @@ from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.run import run_engine
-from tests.own_feature.test_own_features import kept_in, named
-from tests.processes import ROOT
-from tests.python_tasks import REMEMBERING, SIGNS
 from tests.ray_sessions import Started, finish, interrupt, until_committed
 
 DIGITS = ["--task", "examples/digits.py:Digits"]
@@ -54,37 +51,6 @@ def test_until_ctrl_c_ray_gives_the_in_process_model_bit_for_bit_and_nothing_is_
     assert (ray / MODEL).read_bytes() == (alone / MODEL).read_bytes()
     seconds = [row["virtual_seconds"] for row in read_rows(alone)]
     assert [row["virtual_seconds"] for row in rows] == seconds
-
-
-@pytest.mark.slow
-def test_a_worker_tries_the_client_algorithm_before_the_first_round(
-    tmp_path: Path, started: Started
-) -> None:
-    (tmp_path / "mine.py").write_text(REMEMBERING)
-    algorithm = ["--client-algorithm", f"{tmp_path}/mine.py:Remembering"]
-    process = started.simulate("--task", SIGNS, "--clients", "2", *algorithm, out=tmp_path / "run")
-    said = finish(process)
-    assert process.returncode == 1, said
-    assert "AlgorithmBroken: the client algorithm Remembering made two vectors" in said
-
-
-@pytest.mark.slow
-def test_sums_beside_the_model_s_wait_sealed_for_their_session(
-    tmp_path: Path, started: Started
-) -> None:
-    """No process of Ray's keeps an update from one phase of a session to the next."""
-    given = ["--task", SIGNS, "--clients", "4", "--rounds", "2", *K_2_OF_8]
-    given += ["--feature", named("Thirds")]
-    masks = ["--secure-aggregation", "semi-honest"]
-    masked = finish(process := started.simulate(*given, *masks, out=tmp_path / "masked"))
-    assert process.returncode == 0, masked
-    said = finish(
-        process := started.run(
-            "-m", "headwater.simulation", *given, "--out", tmp_path / "plain", folder=ROOT
-        )
-    )
-    assert process.returncode == 0, said
-    assert kept_in(tmp_path / "masked") == kept_in(tmp_path / "plain"), masked
 
 
 @pytest.mark.slow

@@ -92,8 +92,14 @@ def test_blocks_on_two_nodes_have_the_bits_of_one_process(
         started.end()
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left_and_those_that_join(tmp_path: Path) -> None:
-    """Two of two are killed and one is added, in mid-run: the same steps as dropouts explain."""
+def test_a_run_goes_on_with_the_nodes_that_are_left_and_those_that_join(
+    tmp_path: Path, two_workers: tuple[str, Started]
+) -> None:
+    """Two of two are killed and one is added, in mid-run: the same steps as dropouts explain.
+
+    It is the last test of the cluster, whose first two nodes are gone then.
+    """
+    address, nodes = two_workers
     settings_of(
         tmp_path, **{"simulation.compute": "one-by-one", "rounds": ROUNDS, "cohort.min_clients": 1}
     )
@@ -106,27 +112,24 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_and_those_that_join(tmp_path
     def uses_two_again() -> bool:
         return num_rounds() > 10 and any(row["num_nodes"] == 2 for row in read_rows(out)[10:])
 
-    with cluster() as (address, nodes):
-        started = Started(address=address)
-        try:
-            process = started.simulate(
-                *("--config", tmp_path / "settings.toml"), out=out, engine="ray"
-            )
-            until(lambda: num_rounds() > 2, what=lambda: f"{num_rounds()} rounds")
-            head, first, second = sorted(nodes.named("raylet"), key=lambda one: one.create_time())
-            first.kill()
-            until(lambda: num_rounds() > 10, what=lambda: f"{num_rounds()} rounds")
-            keeper = nodes.processes[0].stdin
-            assert keeper is not None
-            keeper.write("\n")
-            keeper.flush()
-            until(uses_two_again, what=lambda: f"{[row['num_nodes'] for row in read_rows(out)]}")
-            second.kill()
-            said = finish(process)
-            assert process.returncode == 0, said
-            assert head.is_running()
-        finally:
-            started.end()
+    started = Started(address=address)
+    try:
+        process = started.simulate(*("--config", tmp_path / "settings.toml"), out=out, engine="ray")
+        until(lambda: num_rounds() > 2, what=lambda: f"{num_rounds()} rounds")
+        head, first, second = sorted(nodes.named("raylet"), key=lambda one: one.create_time())
+        first.kill()
+        until(lambda: num_rounds() > 10, what=lambda: f"{num_rounds()} rounds")
+        keeper = nodes.processes[0].stdin
+        assert keeper is not None
+        keeper.write("\n")
+        keeper.flush()
+        until(uses_two_again, what=lambda: f"{[row['num_nodes'] for row in read_rows(out)]}")
+        second.kill()
+        said = finish(process)
+        assert process.returncode == 0, said
+        assert head.is_running()
+    finally:
+        started.end()
     rows = read_rows(out)
     assert len(rows) == ROUNDS
     assert [row["num_nodes"] for row in rows[:3]] == [2] * 3

@@ -18,7 +18,9 @@ from headwater.simulation.cluster.ray_cluster import ADDRESS, joined
 from headwater.simulation.fleet.fleet_spec import fleet_spec, with_fleet
 from headwater.simulation.fleet.random_events import vanishes_at
 from headwater.simulation.run import run_engine
-from tests.processes import until
+from tests.own_feature.test_own_features import kept_in, named
+from tests.processes import Processes, until
+from tests.python_tasks import REMEMBERING, SIGNS
 from tests.ray_sessions import Started, cluster, finish, until_committed
 
 SMALL = "tests/tasks.py:TwoLayers"  # needs no scikit-learn in three processes
@@ -138,36 +140,28 @@ def test_a_fleet_on_both_workers_is_that_of_this_process_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "dropout", "seed", "vanish"),
-    [
-        ("semi-honest", 0.3, 32, [{"3": "masked_update"}, {"5": "unmask"}]),
-        ("active", 0.15, 98, [{"5": "masked_update"}, {}]),
-    ],
-)
 def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in_mid_session(
-    mode: str,
-    dropout: float,
-    seed: int,
-    vanish: list[dict[str, str]],
-    tmp_path: Path,
-    started: Started,
+    tmp_path: Path, started: Started
 ) -> None:
-    """Other devices vanish before the masks; what the dictionaries name comes behind them."""
+    """Other devices vanish before the masks; what the dictionaries name comes behind them.
+
+    (An active session whose device vanishes is in ``test_flwr_run``.)
+    """
+    vanish = [{"3": "masked_update"}, {"5": "unmask"}]
     chosen: dict[str, Any] = {
         "task": SMALL,
         "optimizer": {"name": "sgd", "learning_rate": 0.001},
-        "seed": seed,
+        "seed": 32,
         "rounds": 2,
         "threads": 1,
         "plan": {"accumulation_steps": 2, "micro_batch_size": 8},
-        "secure": {"aggregation": mode},
-        "simulation": {"clients": 6, "dropout": dropout},
+        "secure": {"aggregation": "semi-honest"},
+        "simulation": {"clients": 6, "dropout": 0.3},
     }
     alone, ray = tmp_path / "in-process", tmp_path / "ray"
     settings = Settings.model_validate({**chosen, "out": alone})
-    for round_number, named in enumerate(vanish, start=1):
-        for part, action in named.items():
+    for round_number, leaving in enumerate(vanish, start=1):
+        for part, action in leaving.items():
             stage = vanishes_at(
                 fleet_spec(settings), int(part), round_number=round_number, attempt=0
             )
@@ -182,8 +176,8 @@ def test_masked_rounds_on_ray_give_the_in_process_model_though_devices_vanish_in
     assert [(row["num_clients"], row["weight"]) for row in rows] == [
         (row["num_clients"], row["weight"]) for row in read_rows(alone)
     ]
-    for row, named in zip(rows, vanish, strict=True):
-        gone = {name for name, action in named.items() if action == "masked_update"}
+    for row, leaving in zip(rows, vanish, strict=True):
+        gone = {name for name, action in leaving.items() if action == "masked_update"}
         assert gone <= row["refused"].keys()
 
 
@@ -198,6 +192,33 @@ def test_an_error_of_the_server_app_comes_out_of_ray_as_itself(
     assert process.returncode == 1
     assert "TaskNotAdditive: the loss of 2 examples together" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_worker_tries_the_client_algorithm_before_the_first_round(
+    tmp_path: Path, started: Started
+) -> None:
+    (tmp_path / "mine.py").write_text(REMEMBERING)
+    algorithm = ["--client-algorithm", f"{tmp_path}/mine.py:Remembering"]
+    process = started.simulate("--task", SIGNS, "--clients", "2", *algorithm, out=tmp_path / "run")
+    said = finish(process)
+    assert process.returncode == 1, said
+    assert "AlgorithmBroken: the client algorithm Remembering made two vectors" in said
+
+
+@pytest.mark.slow
+def test_sums_beside_the_model_s_wait_sealed_for_their_session(
+    tmp_path: Path, started: Started
+) -> None:
+    """No process of Ray's keeps an update from one phase of a session to the next."""
+    given = ["--task", SIGNS, "--clients", "4", "--rounds", "2"]
+    given += ["--accumulation-steps", "2", "--micro-batch-size", "8", "--feature", named("Thirds")]
+    masks = ["--secure-aggregation", "semi-honest"]
+    masked = finish(process := started.simulate(*given, *masks, out=tmp_path / "masked"))
+    assert process.returncode == 0, masked
+    with Processes(tmp_path / "processes") as processes:
+        processes.run("simulation", *given, "--out", tmp_path / "plain").succeed()
+    assert kept_in(tmp_path / "masked") == kept_in(tmp_path / "plain"), masked
 
 
 @pytest.mark.slow
