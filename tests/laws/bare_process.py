@@ -16,7 +16,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-LOADED = ("torch", "torch.utils.data", "numpy", "flwr.app", "flwr.clientapp", "pydantic", "typer")
+LOADED = (
+    *("torch", "torch.utils.data", "numpy", "flwr.app", "flwr.clientapp", "pydantic", "typer"),
+    *("sklearn.datasets", "matplotlib.backends.backend_agg", "matplotlib.figure"),
+    *("tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.event_pb2"),
+)
 
 
 class BareProcess:
