@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -52,6 +52,7 @@ def gradient_of(image: ModelImage, examples: Sequence[tuple[TensorDataset, int]]
     return total_P
 
 
+@settings(max_examples=settings().max_examples // 4)
 @given(
     work=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 9)), min_size=1, max_size=4),
     moved=st.booleans(),

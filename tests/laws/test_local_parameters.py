@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -89,6 +89,7 @@ def trainer() -> Trainer:
     )
 
 
+@settings(max_examples=settings().max_examples // 4)
 @given(
     work=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 9)), min_size=1, max_size=4),
     lost=st.sets(st.integers(0, 3)),
