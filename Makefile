@@ -1,6 +1,7 @@
 # Two commands: `make demo` trains a model on a hundred simulated devices, `make test` runs the quick checks.
 # `make test-slow` runs the rest: processes, sockets, Ray, and hypothesis with fresh random seeds;
-# `make test-long` what takes a minute or more each: long benchmarks in their small form, the site, whole documents, sweeps.
+# `make test-long` what is dear and seldom breaks alone: most benchmarks in their small form, the site, whole documents,
+# sweeps, the types for macOS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,19 +27,17 @@ test: $(VENV)/.dev lint types
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev
-	@$(call MYPY_FOR,darwin) & other=$$!; \
-		$(PYTEST_SLOW) -m "(slow or hypothesis) and not long" \
-			--hypothesis-profile=fresh; here=$$?; \
-		wait $$other && exit $$here
+	$(PYTEST_SLOW) -m "(slow or hypothesis) and not long" --hypothesis-profile=fresh
 
 test-long: $(VENV)/.dev
+	$(call MYPY_FOR,darwin)
 	$(PYTEST_SLOW) -m long
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 
-# For this system and for Windows, at the same time; test-slow also checks for macOS.
+# For this system and for Windows, at the same time; test-long also checks for macOS.
 types: $(VENV)/.dev
 	@$(call MYPY_FOR,win32) & other=$$!; $(VENV)/bin/mypy; here=$$?; wait $$other && exit $$here
 

@@ -49,20 +49,29 @@ KEYS = {
     "time_to_accuracy": "digits",
     "wire_bytes": "P_10k",
 }
-# Those that take a third of a minute or more even so: `make test-long` runs them.
+# Those that take four seconds of a core or more even so: `make test-long` runs them.
 LONG = {
+    "accumulation",
     "adapters",
+    "algorithms",
     "client_memory",
     "chunked_loss",
+    "fairness",
     "federated_text",
     "foreseen_memory",
     "fuzz",
     "hostile_devices",
     "large_models",
     "load",
+    "masking",
     "memory_limits",
+    "page_cost",
+    "privacy_audit",
+    "round_trip",
     "server_memory",
     "simulation",
+    "time_to_accuracy",
+    "wire_bytes",
 }
 
 
