@@ -155,6 +155,7 @@ def test_a_call_refuses_what_the_command_refuses_and_objects_of_its_process() ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_call_leaves_algorithms_out_and_writes_the_best_settings(tmp_path: Path) -> None:
     """With which a simulation that asks for advice trains; it finds the comparison done."""
     out = tmp_path / "compare"
