@@ -202,7 +202,13 @@ def signer(
 
 @app.command(cls=PlainCommand)
 def publish(
-    task: Annotated[str, typer.Argument(metavar="FILE.py:CLASS", help="The task.")],
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:CLASS",
+            help="The task; or an earlier FILE.task, whose files become the next version.",
+        ),
+    ],
     key: SignerKey,
     folder: Annotated[
         Path | None,
@@ -251,18 +257,26 @@ def publish(
     from headwater.common.system.console import console
     from headwater.common.wording import counted
     from headwater.server.task_bundles.publish import publish as write
-    from headwater.server.task_bundles.publish import signer_key
+    from headwater.server.task_bundles.publish import publish_again, saved_signer_key
 
-    found, is_new = signer_key(key)
-    bundle, path = write(
-        task,
-        key=found,
-        folder=folder,
-        beside=beside or (),
-        requires=requires or (),
-        version=version,
-        out=out,
-    )
+    found = saved_signer_key(key)
+    if task.endswith(".task"):
+        if folder is not None or beside or requires:
+            raise SettingsError(
+                f"{task} has its files and requirements",
+                remedy="leave out --folder, --with and --requires",
+            )
+        bundle, path = publish_again(Path(task), key=found, version=version, out=out)
+    else:
+        bundle, path = write(
+            task,
+            key=found,
+            folder=folder,
+            beside=beside or (),
+            requires=requires or (),
+            version=version,
+            out=out,
+        )
     number = counted(len(bundle.content.files), "file")
     console.print(
         f"{path}: {bundle.title}, {number}, {len(bundle.data):,} bytes",
@@ -270,8 +284,6 @@ def publish(
         markup=False,
     )
     console.print(f"digest {bundle.digest}", soft_wrap=True, markup=False)
-    if is_new:
-        console.print(f"made {key}: keep it secret, and off the server", soft_wrap=True)
     console.print(f"devices take it with --trust {bundle.signer}", soft_wrap=True, markup=False)
 
 

@@ -38,27 +38,47 @@ def signer_key(path: Path) -> tuple[Ed25519PrivateKey, bool]:
     """Return the key in a file, made if there is none, and whether it is new.
 
     Raises:
-        SettingsError: the file cannot be read or written, others may read it, or it has no such
-            key.
+        SettingsError: the file cannot be written; or as ``saved_signer_key``.
     """
+    if path.exists():
+        return saved_signer_key(path), False
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
-        if not path.exists():
-            key = Ed25519PrivateKey.generate()
-            pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, pem, mode=OWNER_ONLY)
-            return key, True
-        saved = load_pem_private_key(read_trusted(path, is_secret=True), password=None)
-    except (OSError, ValueError, TypeError) as error:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, pem, mode=OWNER_ONLY)
+    except OSError as error:
+        raise SettingsError(
+            f"the signer's key {path}: {error}", remedy="name another file"
+        ) from error
+    return key, True
+
+
+def saved_signer_key(path: Path) -> Ed25519PrivateKey:
+    """Return the key in a file. It makes none: no device would trust a key of a misspelt file.
+
+    Raises:
+        SettingsError: the file is missing, cannot be read, or others may read it; or it has no
+            such key.
+    """
+    make = "make one with `headwater-server signer FILE`"
+    if not path.exists():
+        raise SettingsError(f"there is no signer's key {path}", remedy=f"correct --key, or {make}")
+    try:
+        text = read_trusted(path, is_secret=True)
+        saved = load_pem_private_key(text, password=None)
+    except OSError as error:
         raise SettingsError(
             f"the signer's key {path}: {error}", remedy="name another file with --key"
         ) from error
-    if not isinstance(saved, Ed25519PrivateKey):
+    except (ValueError, TypeError) as error:
         raise SettingsError(
-            f"the signer's key {path} is no Ed25519 key",
-            remedy="make one with `headwater-server signer FILE`",
-        )
-    return saved, False
+            f"{path} is no signer's key: it has no private key in PEM, or one with a password",
+            remedy=f"correct --key, or {make}",
+        ) from error
+    if not isinstance(saved, Ed25519PrivateKey):
+        raise SettingsError(f"the signer's key {path} is no Ed25519 key", remedy=make)
+    return saved
 
 
 def publish(
@@ -79,7 +99,8 @@ def publish(
 
     Raises:
         UnknownTask: the task cannot be loaded here.
-        SettingsError: a file cannot be read, has a private key, or is outside of ``folder``.
+        SettingsError: a file cannot be read, has a private key, or is outside of ``folder``; or
+            there is another bundle of this version.
         TaskBundleRefused: too large, or a requirement is missing or names no package.
     """
     find_task(spec)
@@ -97,12 +118,7 @@ def publish(
             f"{outside[0]} is not in the folder {root}",
             remedy="name the folder that has it: --folder",
         )
-    target = file.with_suffix("").parent if out is None else out
-    if out is None or out.is_dir():
-        number = _next_version(target, name) if version is None else version
-        target = target / f"{name}-{number}{SUFFIX}"
-    else:
-        number = 1 if version is None else version
+    number, target = _place(file.parent if out is None else out, name, version)
     try:
         content = Content(
             name=name,
@@ -116,13 +132,63 @@ def publish(
         )
         _check_no_secret(paths)
         check_requirements(requires, title=name)
-        data = signed(content, key)
-        write_atomically(target, data)
+        return _write(signed(content, key), target), target
     except ValidationError as error:
         raise TaskBundleRefused(error.errors()[0]["msg"]) from error
     except OSError as error:
         raise SettingsError(f"{error.filename}: {error.strerror}") from error
-    return read_bundle(data), target
+
+
+def publish_again(
+    file: Path, *, key: Ed25519PrivateKey, version: int | None = None, out: Path | None = None
+) -> tuple[TaskBundle, Path]:
+    """Write the files of an earlier bundle as a new version: so a task is rolled back.
+
+    Raises:
+        SettingsError: the file cannot be read, another signer's key signed it, or its new place
+            cannot be written.
+        TaskBundleRefused: it is no bundle, or a requirement is missing.
+    """
+    try:
+        earlier = read_bundle(file.read_bytes())
+        if earlier.signer != public_key(key):
+            raise SettingsError(
+                f"{file} is signed by {earlier.signer}, and --key is another one",
+                remedy="name the key that signed it; of another signer's task publish the files, "
+                "once you have read them",
+            )
+        name = earlier.content.name
+        number, target = _place(file.parent if out is None else out, name, version)
+        check_requirements(earlier.content.requires, title=name)
+        content = earlier.content.model_copy(update={"version": number})
+        return _write(signed(content, key), target), target
+    except OSError as error:
+        raise SettingsError(f"{error.filename}: {error.strerror}") from error
+
+
+def _place(out: Path, name: str, version: int | None) -> tuple[int, Path]:
+    """Return a bundle's version and its file: ``out``, or one in this folder."""
+    if out.is_dir():
+        number = _next_version([*out.glob(f"{name}-*{SUFFIX}")], name, version)
+        return number, out / f"{name}-{number}{SUFFIX}"
+    return _next_version([out], name, version), out
+
+
+def _write(data: bytes, target: Path) -> TaskBundle:
+    """Write a bundle, but not over other files of the same task and version.
+
+    Raises:
+        SettingsError: there are such files: a device that has had them refuses the new ones.
+    """
+    bundle, before = read_bundle(data), _bundle_in(target)
+    if before is not None and before.title == bundle.title and before.digest != bundle.digest:
+        raise SettingsError(
+            f"{target} has other files of version {bundle.content.version} already, and devices "
+            "take only one set of files of a version",
+            remedy="leave out --version for the next one; if no device has had it, delete it first",
+        )
+    write_atomically(target, data)
+    return bundle
 
 
 def _files_of(root: Path) -> list[Path]:
@@ -161,14 +227,18 @@ def _check_no_secret(paths: Sequence[Path]) -> None:
             )
 
 
-def _next_version(folder: Path, name: str) -> int:
-    versions = [0]
-    for path in folder.glob(f"{name}-*{SUFFIX}"):
-        try:
-            versions.append(read_bundle(path.read_bytes()).content.version)
-        except (TaskBundleRefused, OSError):
-            continue
-    return max(versions) + 1
+def _next_version(files: Sequence[Path], name: str, version: int | None) -> int:
+    """Return ``version``, or one more than the newest of a task's bundles in ``files``."""
+    found = [one.content for one in map(_bundle_in, files) if one is not None]
+    newest = max((one.version for one in found if one.name == name), default=0)
+    return newest + 1 if version is None else version
+
+
+def _bundle_in(path: Path) -> TaskBundle | None:
+    try:
+        return read_bundle(path.read_bytes())
+    except (TaskBundleRefused, OSError):
+        return None
 
 
 def public_key(key: Ed25519PrivateKey) -> str:

@@ -27,7 +27,12 @@ from headwater.common.task_bundles.bundle import (
     unpacked,
 )
 from headwater.common.task_spec import code_at
-from headwater.server.task_bundles.publish import publish, signer_key
+from headwater.server.task_bundles.publish import (
+    publish,
+    publish_again,
+    saved_signer_key,
+    signer_key,
+)
 from tests.task_bundles.bundles import new_key, publish_code, write_code
 
 PLAIN: dict[str, Any] = {"name": "T", "file": "t.py", "version": 1, "files": {"t.py": ""}}
@@ -259,6 +264,54 @@ def test_versions_follow_those_that_lie_beside_the_task(tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "code").glob("*.task")}
     assert files == {"Parity-1.task", "Parity-2.task", "Parity-3.task"}
     assert set(publish(spec, **given)[0].content.files) == {"parity.py", "sizes.py"}
+
+
+def test_a_bundle_is_not_written_over_other_files_of_its_version(tmp_path: Path) -> None:
+    key, _ = new_key(tmp_path / "signer.key")
+    first, file = publish(write_code(tmp_path / "code"), key=key, folder=tmp_path / "code")
+    again, _ = publish(write_code(tmp_path / "code"), key=key, folder=tmp_path / "code", version=1)
+    assert again.digest == first.digest
+    wider = write_code(tmp_path / "code", width=9)
+    with pytest.raises(SettingsError, match="has other files of version 1 already"):
+        publish(wider, key=key, folder=tmp_path / "code", version=1)
+    assert read_bundle(file.read_bytes()).digest == first.digest
+    place: dict[str, Any] = {"key": key, "folder": tmp_path / "code", "out": tmp_path / "my.task"}
+    assert [publish(wider, **place)[0].content.version for _ in range(2)] == [1, 2]
+
+
+def test_a_task_is_rolled_back_by_publishing_an_earlier_bundle_again(tmp_path: Path) -> None:
+    key, trust = new_key(tmp_path / "signer.key")
+    code, device = tmp_path / "code", device_of(tmp_path, trust)
+    first, file = publish(write_code(code), key=key, folder=code)
+    second, _ = publish(write_code(code, width=9), key=key, folder=code)
+    taken(first.data, device)
+    taken(second.data, device)
+    third, path = publish_again(file, key=key)
+    assert path.name == "Parity-3.task"
+    assert third.content == first.content.model_copy(update={"version": 3})
+    assert taken(third.data, device)[0].title == "Parity 3"
+
+
+def test_another_signer_s_bundle_is_not_signed_again(tmp_path: Path) -> None:
+    key, trust = new_key(tmp_path / "signer.key")
+    other, _ = new_key(tmp_path / "other.key")
+    _, file = publish(write_code(tmp_path / "code"), key=key, folder=tmp_path / "code")
+    with pytest.raises(SettingsError, match=f"is signed by {trust}"):
+        publish_again(file, key=other)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(TaskBundleRefused, match="changed after it was signed"):
+        publish_again(file, key=key)
+
+
+def test_a_misspelt_key_is_refused_and_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "singer.key"
+    with pytest.raises(SettingsError, match="there is no signer's key"):
+        saved_signer_key(path)
+    assert not path.exists()
+    path.write_text("a,b\n")
+    path.chmod(0o600)
+    with pytest.raises(SettingsError, match="has no private key in PEM"):
+        saved_signer_key(path)
 
 
 def test_a_signer_s_key_is_its_owner_s_alone_and_is_kept(tmp_path: Path) -> None:
