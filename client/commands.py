@@ -56,6 +56,13 @@ def join_with(
     )
     for path in joined.files:
         console.print(f"  {path}", soft_wrap=True)
+    if trust is not None and not joined.is_new:
+        stderr.print(
+            f"--trust is not written to {folder / SETTINGS_FILE}, which is as it was: change "
+            f'trust = "KEY" below [client] there',
+            soft_wrap=True,
+            markup=False,
+        )
     off = joined.clock_off_seconds
     if abs(off) > CLOCK_SECONDS:
         where = "ahead of" if off > 0 else "behind"

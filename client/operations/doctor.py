@@ -258,8 +258,23 @@ def check_bytes_today(availability: Availability, client: ClientSettings) -> Ite
 def check_training(
     settings: Settings, open_task: OpenTask, machine: ThisMachine
 ) -> Iterator[Finding]:
-    """Yield whether the task runs on this device's data, and how fast."""
+    """Yield whether the task runs on this device's data, and how fast.
+
+    Without a task of its own, a device that trusts a signer is tried with the last that it took.
+    """
     try:
+        if settings.task is None and settings.client.trust is not None:
+            from headwater.client.task_bundles.kept_tasks import last_spec
+
+            spec = last_spec(settings.client)
+            if spec is None:
+                yield note(
+                    "task",
+                    "the server hands it out, and this device has taken none yet",
+                    "start the client once; then this tries the task on this device's data",
+                )
+                return
+            settings = settings.model_copy(update={"task": spec})
         trainer, identity = open_task(settings)
         yield from check_room(settings.client, identity.name, trainer.image.layout)
         examples = trainer.examples(identity)

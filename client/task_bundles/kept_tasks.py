@@ -23,6 +23,7 @@ from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import print_table, print_text
 from headwater.common.task_bundles.bundle import FOLDER, TaskBundle, read_bundle, unpacked
 from headwater.common.task_bundles.requirements import check_requirements
+from headwater.common.task_spec import BUNDLE
 
 INDEX = "tasks.json"
 
@@ -76,6 +77,29 @@ def taken(data: bytes, device: ClientSettings) -> tuple[TaskBundle, str]:
     except OSError as error:
         raise StateError(f"{folder}: {error.strerror}") from error
     return bundle, spec
+
+
+def last_spec(device: ClientSettings) -> str | None:
+    """Return the place of the last task taken that the owner takes still; None if there is none.
+
+    Its files are made the signed ones again.
+
+    Raises:
+        StateError: the state folder cannot be read or written.
+        TaskBundleRefused: the file of the last one was changed.
+    """
+    kept, folder = kept_tasks(device.state_folder), device.state_folder / FOLDER
+    pinned = device.pin_task or ""
+    for one in reversed(kept):
+        if one.signer in device.trusted_signers and one.digest.startswith(pinned):
+            try:
+                data = (folder / one.digest[:32] / BUNDLE).read_bytes()
+                bundle = read_bundle(data)
+                check_offer(bundle, device.model_copy(update={"pin_task": one.digest}), kept)
+                return unpacked(bundle, folder)
+            except OSError as error:
+                raise StateError(f"{error.filename or folder}: {error.strerror}") from error
+    return None
 
 
 def _row(bundle: TaskBundle, since: str) -> KeptTask:
@@ -146,8 +170,10 @@ def show(device: ClientSettings, *, as_json: bool) -> None:
         table.add_column(title, overflow="fold")
     for one in kept:
         is_trusted = one.signer in device.trusted_signers
-        note = "" if is_trusted else "signer not trusted"
+        note = "" if is_trusted or not device.trusted_signers else "signer not trusted"
         table.add_row(
             *(one.name, str(one.version), one.digest[:16], one.signer, one.since[:10], note)
         )
     print_table(table)
+    if not device.trusted_signers:
+        print_text("no signer is trusted here: --trust is not set, nor trust in a file of --config")

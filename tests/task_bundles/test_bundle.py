@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.client.task_bundles.kept_tasks import INDEX, kept_tasks, taken
+from headwater.client.task_bundles.kept_tasks import INDEX, kept_tasks, show, taken
 from headwater.common.errors import SettingsError, TaskBundleRefused, UnknownTask
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.task_bundles.bundle import (
@@ -93,6 +93,20 @@ def test_a_signer_who_is_no_longer_trusted_is_refused_also_for_what_is_kept(
     taken(file.read_bytes(), device_of(tmp_path, text))
     with pytest.raises(TaskBundleRefused, match="does not trust"):
         taken(file.read_bytes(), device_of(tmp_path, other))
+
+
+def test_the_list_of_tasks_says_of_no_signer_that_none_is_trusted_if_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, trust = new_key(tmp_path / "signer.key")
+    bundle, _ = publish_code(tmp_path, key, version=1)
+    taken(bundle.data, device_of(tmp_path, trust))
+    show(ClientSettings.model_validate({"state": tmp_path / "state"}), as_json=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "signer not trusted" not in text
+    assert "--trust is not set" in text
+    show(device_of(tmp_path, new_key(tmp_path / "other.key")[1]), as_json=False)
+    assert "signer not trusted" in capsys.readouterr().out
 
 
 def test_a_downgrade_and_another_task_of_the_same_version_are_refused(tmp_path: Path) -> None:

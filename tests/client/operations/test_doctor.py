@@ -30,10 +30,12 @@ from headwater.client.operations.doctor import (
     has_memory_controller,
 )
 from headwater.client.operations.findings import Finding
+from headwater.client.task_bundles.kept_tasks import taken
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import ClientSettings, Settings
 from tests.attacks.raw import serving
 from tests.certificates import credentials_of, make_folder, tls_of
+from tests.task_bundles.bundles import new_key, publish_code
 
 TASK = "tests/tasks.py:TwoLayers"
 GIB = 2**30
@@ -93,6 +95,23 @@ def test_a_device_without_a_task_cannot_take_part(tmp_path: Path, listening: str
     )
     assert found.exit_code == 1
     assert faults(found) == {"task"}
+
+
+def test_a_device_that_takes_its_task_from_the_server_is_tried_with_the_last_one(
+    tmp_path: Path, listening: str
+) -> None:
+    key, trust = new_key(tmp_path / "signer.key")
+    state = tmp_path / "state"
+    command = ["doctor", "--server", listening, "--state", str(state), "--threads", "1"]
+    command += ["--trust", trust]
+    before = CliRunner().invoke(app, command)
+    assert before.exit_code == 0, before.output
+    assert "the server hands it out, and this device has taken none yet" in before.output
+    bundle, _ = publish_code(tmp_path, key, version=1)
+    taken(bundle.data, ClientSettings.model_validate({"state": state, "trust": [trust]}))
+    after = CliRunner().invoke(app, command)
+    assert after.exit_code == 0, after.output
+    assert "parity.py:Parity, 60 examples, its loss is a sum" in " ".join(after.output.split())
 
 
 @pytest.mark.slow
