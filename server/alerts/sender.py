@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import shlex
+import shutil
 import subprocess
 import threading
 import urllib.request
@@ -48,7 +49,7 @@ class Sender:
         """
         self.num_failures = 0
         self._target = _expanded(target)
-        self._is_url = self._target.startswith(("http://", "https://"))
+        self._is_url = _is_url(self._target)
         self.shown = _shown(self._target, is_url=self._is_url)
         self._queue: queue.Queue[Alert | None] = queue.Queue(MAX_QUEUED)
         self._is_ending = threading.Event()
@@ -121,14 +122,23 @@ def _expanded(target: str) -> str:
     else:
         found = value
     try:
-        is_command = bool(shlex.split(found))
+        command = shlex.split(found)
     except ValueError as error:
         raise SettingsError(
             f"--notify: {error}", remedy="quote the command as for a shell"
         ) from error
-    if not is_command:
+    if not command:
         raise SettingsError("--notify is empty", remedy="name a URL or a command")
+    if not _is_url(found) and shutil.which(command[0]) is None:
+        raise SettingsError(
+            f"--notify {command[0]}: there is no such command, or it is not executable",
+            remedy="name its whole path, and make it executable: chmod +x",
+        )
     return found
+
+
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
 
 
 def _shown(target: str, *, is_url: bool) -> str:

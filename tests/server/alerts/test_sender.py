@@ -106,7 +106,7 @@ def test_a_variable_s_name_stands_for_what_it_says(monkeypatch: pytest.MonkeyPat
     found.close()
 
 
-@pytest.mark.parametrize("target", ["$NO_SUCH_VARIABLE", "", '"half'])
+@pytest.mark.parametrize("target", ["$NO_SUCH_VARIABLE", "", '"half', "/no/such/command now"])
 def test_a_target_that_is_none_is_refused(target: str) -> None:
     with pytest.raises(SettingsError):
         Sender(target)
