@@ -70,7 +70,10 @@ def same_version(text: str) -> str:
     """Return what makes a device's version that of the server."""
     if not is_version(text):
         return "install the server's version of headwater on the device"
-    return f"install the server's version on the device: pip install headwater=={text}"
+    return (
+        f"install headwater {text} on the device: its wheel, or `sh deploy/install-client.sh "
+        "--upgrade` in its checkout"
+    )
 
 
 def channel_options(*, has_standby: bool) -> list[tuple[str, int]]:

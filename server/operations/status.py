@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
@@ -190,11 +191,22 @@ def _other_versions(devices: list[dict[str, Any]]) -> list[str]:
         escape(
             printable(
                 f"headwater {found} on {names_text(names, len(names))}, {__version__} "
-                f"here: {same_version(__version__)}"
+                f"here: {_remedy(found)}"
             )
         )
         for found, names in others.items()
     ]
+
+
+def _remedy(found: str) -> str:
+    """Return what makes a device's version that of the server: never an older one on the device."""
+    try:
+        is_newer = Version(found) > Version(__version__)
+    except InvalidVersion:
+        is_newer = False
+    if is_newer:
+        return "upgrade the server too: drain it, install the newer version, and --resume"
+    return same_version(__version__)
 
 
 def _headline(status: dict[str, Any], folder: Path) -> str:

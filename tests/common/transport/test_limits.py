@@ -41,7 +41,7 @@ def test_every_wait_for_a_peer_s_answer_to_a_ping_ends_in_the_time_of_the_docs(
 @pytest.mark.parametrize("text", ["0.2.0", "1.10", "0.2.0rc1", "0.2.0.dev3+g1a2b"])
 def test_a_version_is_named_with_what_makes_a_device_s_the_same(text: str) -> None:
     assert named_version(text) == f" (headwater {text})"
-    assert same_version(text).endswith(f"pip install headwater=={text}")
+    assert same_version(text).startswith(f"install headwater {text} on the device: ")
 
 
 @pytest.mark.parametrize("text", ["", "latest", "0.2.0; rm -rf /", "1" * 80, "0.2\n[bold]"])

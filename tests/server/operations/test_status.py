@@ -352,13 +352,17 @@ def test_devices_of_another_version_are_named_with_what_makes_them_the_same(
     devices = [
         DeviceRecord(name="old", is_connected=True, version="0.0.9"),
         DeviceRecord(name="older", version="0.0.8"),
+        DeviceRecord(name="newer", version="999.1"),
+        DeviceRecord(name="strange", version="0.1?"),
         DeviceRecord(name="same", version=__version__),
         DeviceRecord(name="unknown"),
     ]
     write(tmp_path, *devices, round=1, rounds=2)
     _, text = run("status", "--out", tmp_path)
-    upgrade = f"install the server's version on the device: pip install headwater=={__version__}"
+    upgrade = f"install headwater {__version__} on the device: "
     assert f"headwater 0.0.9 on old, {__version__} here: {upgrade}" in text
     assert f"headwater 0.0.8 on older, {__version__} here: {upgrade}" in text
+    assert f"headwater 999.1 on newer, {__version__} here: upgrade the server too" in text
+    assert f"headwater 0.1? on strange, {__version__} here: {upgrade}" in text
     assert "on same" not in text
     assert "on unknown" not in text
