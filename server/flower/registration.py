@@ -117,7 +117,7 @@ class Registration:
         if number < min_clients:
             num_without = len(self.clients()) - number
             more = f", without {num_without} that this round is not for" if num_without else ""
-            return f"waiting: {number} of {counted(min_clients, 'client')} joined{more}"
+            return f"waiting: {number} of {counted(min_clients, 'client')} connected{more}"
         if names := self.intermediaries.awaited():
             return f"waiting for the list of devices of {', '.join(names)}"
         number = sum(not one.is_repeat for one in self._pending.values())

@@ -142,7 +142,7 @@ def test_a_server_waits_for_labelled_devices_and_the_others_for_another_run(
         port = port_of(server)
         home = processes.client(port, 1, "--label", "site=home", "--name", "home", task=task)
         first = processes.client(port, 0, "--label", "site=lab", "--name", "lab1", task=task)
-        server.wait_for("waiting: 1 of 2 clients joined, without 1 that this round is not for")
+        server.wait_for("waiting: 1 of 2 clients connected, without 1 that this round is not for")
         assert not (tmp_path / "out" / "rounds.jsonl").read_text()
         second = processes.client(
             port, 1, "--label", "site=lab", "--label", "kind=pi", "--name", "lab2", task=task

@@ -152,7 +152,7 @@ def test_a_round_waits_for_as_many_beside_those_without_whom_it_begins() -> None
     assert registration.may_begin(min_clients=2, counts=counts)
     assert not registration.may_begin(min_clients=3, counts=counts)
     waits = registration.awaited(min_clients=3, counts=counts)
-    assert waits == "waiting: 2 of 3 clients joined, without 1 that this round is not for"
+    assert waits == "waiting: 2 of 3 clients connected, without 1 that this round is not for"
 
 
 def test_registration_does_not_wait_for_repeated_requests() -> None:
