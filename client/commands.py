@@ -303,12 +303,12 @@ def take_part(settings: Settings) -> None:
 
 def _with_first_task(settings: Settings) -> Settings:
     """Return the settings with the task that the server hands out, signed by whom they trust."""
-    from headwater.client.operations.installed_tasks import loaded_bundle, task_in
+    from headwater.client.operations.installed_tasks import loaded_bundle
     from headwater.client.transport.first_task import first_task
     from headwater.common.system.console import console
 
     console.print(f"asks {settings.client.server} for a task", soft_wrap=True)
-    title, spec = task_in(first_task(settings), settings)
+    title, spec = first_task(settings)
     settings = settings.model_copy(update={"task": spec})
     digest = loaded_bundle(settings)
     text = f"task {title}, {digest[:16]}, signed by a trusted signer: {spec}"

@@ -9,10 +9,16 @@ import grpc.aio
 
 from headwater import __version__
 from headwater.client.device.host_name import host_name
-from headwater.client.operations.installed_tasks import NO_BUNDLE
+from headwater.client.operations.installed_tasks import NO_BUNDLE, task_in
 from headwater.client.transport.connection import channel_to
+from headwater.client.transport.leaving import say_refusal
 from headwater.client.transport.retries import ConnectionBroken, RetryPolicy
-from headwater.common.errors import ProtocolMismatch, TaskNotInstalled, error_of
+from headwater.common.errors import (
+    ProtocolMismatch,
+    TaskBundleRefused,
+    TaskNotInstalled,
+    error_of,
+)
 from headwater.common.settings.schema import Settings
 from headwater.common.system.command_line import check_addresses
 from headwater.common.transport.last_events import last_events
@@ -23,10 +29,13 @@ from headwater.common.transport.wire_pb2 import ClientFrame, Hello, ServerFrame
 log = logging.getLogger(__name__)
 
 
-def first_task(settings: Settings) -> bytes:
-    """Return the signed task that the server hands out; wait until a server is there.
+def first_task(settings: Settings) -> tuple[str, str]:
+    """Return title and place of the signed task that the server hands out, once it is kept.
+
+    Waits until a server is there.
 
     Raises:
+        TaskBundleRefused, StateError: see ``task_in``; the server is told of a refusal.
         TaskNotInstalled: the server has a task that is no bundle.
         ConnectionLost: no server was there for the device's patience.
         HeadwaterError: the server refuses the device.
@@ -38,7 +47,7 @@ def first_task(settings: Settings) -> bytes:
 
 async def _asked(
     settings: Settings, addresses: list[str], credentials: Credentials | None
-) -> bytes:
+) -> tuple[str, str]:
     device = settings.client
     patience = float("inf") if device.stay else device.patience_seconds
     retries = RetryPolicy(addresses, patience, has_tls=credentials is not None)
@@ -58,7 +67,9 @@ async def _asked(
         await last_events()
 
 
-async def _ask(settings: Settings, address: str, credentials: Credentials | None) -> bytes:
+async def _ask(
+    settings: Settings, address: str, credentials: Credentials | None
+) -> tuple[str, str]:
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         name=settings.client.name or host_name(),
@@ -74,11 +85,13 @@ async def _ask(settings: Settings, address: str, credentials: Credentials | None
             if data is grpc.aio.EOF:
                 raise TimeoutError
             frame = ServerFrame.FromString(data)
+            if frame.WhichOneof("kind") == "other_task" and frame.other_task.bundle:
+                return task_in(frame.other_task.bundle, settings)
+        except TaskBundleRefused as error:
+            await say_refusal(call, error)
+            raise
         finally:
             call.cancel()
-    if frame.WhichOneof("kind") == "other_task" and frame.other_task.bundle:
-        found: bytes = frame.other_task.bundle
-        return found
     if frame.WhichOneof("kind") == "fault" and frame.fault.code != "ModelMismatch":
         fault = frame.fault
         raise error_of(fault.code, fault.text, remedy=fault.remedy)

@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
+
+import grpc.aio
 
 from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.flower.node import Node
 from headwater.client.transport.exchange import Exchange
-from headwater.common.transport.wire_pb2 import Leave, ServerFrame
+from headwater.common.errors import TaskBundleRefused
+from headwater.common.transport.wire_pb2 import ClientFrame, Leave, ServerFrame
 
 STOP_GRACE_SECONDS = 30.0
+REFUSAL_SECONDS = 5.0
 SESSION_POLL_SECONDS = 0.1
 LIMITS_POLL_SECONDS = 1.0
 # While away: the wall clock may be set, and a laptop that slept wakes up late.
@@ -79,6 +84,19 @@ class LeavePolicy:
     def _reason_to_leave(self, *, is_idle: bool) -> AwayPeriod | None:
         rate = self._node.link.upload_bytes_per_second
         return self._limits.reason_to_leave(rate, is_idle=is_idle)
+
+
+async def say_refusal(call: Any, error: TaskBundleRefused) -> None:
+    """Tell the server why this device refuses its task, and wait until the server has read it.
+
+    An earlier server ends the stream without reading; that is no error.
+    """
+    leave = Leave(code=error.code, text=str(error))
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(REFUSAL_SECONDS):
+            await call.write(ClientFrame(leave=leave).SerializeToString())
+            while await call.read() is not grpc.aio.EOF:
+                pass
 
 
 def leave_frame(away: AwayPeriod) -> Leave:

@@ -25,11 +25,12 @@ from headwater.client.operations.activity import WAITING
 from headwater.client.operations.installed_tasks import task_in
 from headwater.client.transport.certificate import DeviceCertificate, renew_when_due
 from headwater.client.transport.exchange import Exchange
-from headwater.client.transport.leaving import LeavePolicy, leave_frame
+from headwater.client.transport.leaving import LeavePolicy, leave_frame, say_refusal
 from headwater.common.errors import (
     HeadwaterError,
     ModelMismatch,
     ProtocolMismatch,
+    TaskBundleRefused,
     TaskNotInstalled,
     error_of,
 )
@@ -138,7 +139,11 @@ class ClientStream:
         if frame.WhichOneof("kind") == "fault":
             raise self._refusal(frame.fault)
         if frame.WhichOneof("kind") == "other_task":
-            raise self._other_task(frame.other_task)
+            try:
+                raise self._other_task(frame.other_task)
+            except TaskBundleRefused as error:
+                await say_refusal(self.call, error)
+                raise
         if frame.WhichOneof("kind") != "welcome":
             raise ProtocolMismatch("the server did not answer hello with welcome")
         welcome = frame.welcome

@@ -16,7 +16,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headwater.common.errors import ConnectionLost, HeadwaterError, ProtocolMismatch, error_of
+from headwater.common.errors import (
+    ConnectionLost,
+    HeadwaterError,
+    ProtocolMismatch,
+    TaskBundleRefused,
+    error_of,
+)
 from headwater.common.transport.limits import HELLO_SECONDS
 from headwater.common.transport.wire_pb2 import (
     ClientFrame,
@@ -61,10 +67,12 @@ class Streams:
     async def serve(self, stream: Stream) -> None:
         """Serve one stream from its first frame to its last."""
         session: DeviceSession | None = None
+        hello = Hello()
         if not self._admission.has_attempts_left(stream):
             return  # silently: an honest device behind the same address retries
         try:
-            session = self._admission.admit(stream, await self._read_hello(stream))
+            hello = await self._read_hello(stream)
+            session = self._admission.admit(stream, hello)
             writer = asyncio.create_task(self._write_all(session))
             self._writers.add(writer)  # asyncio itself holds only weak references to tasks
             writer.add_done_callback(self._writers.discard)
@@ -82,7 +90,8 @@ class Streams:
                 raise asyncio.CancelledError from error
             await self._refuse(stream, error)
         except OtherTaskNeeded as needed:
-            await self._send_away(stream, OtherTask(name=needed.name, bundle=needed.bundle))
+            offered = OtherTask(name=needed.name, bundle=needed.bundle)
+            await self._send_away(stream, offered, device=hello.name)
         except asyncio.CancelledError:
             if stream not in self._connections.closing:
                 raise
@@ -114,13 +123,20 @@ class Streams:
             async with asyncio.timeout(FAULT_SECONDS):
                 await self._connections.downloads.write(stream, fault_frame(error))
 
-    async def _send_away(self, stream: Stream, task: OtherTask) -> None:
-        """Send a device away to load another task."""
+    async def _send_away(self, stream: Stream, task: OtherTask, *, device: str) -> None:
+        """Send a device away to load another task; record why it refuses one from here."""
         self._admission.note_unanswered(stream)
-        frame = ServerFrame(other_task=task)
-        with contextlib.suppress(TimeoutError, *BROKEN):
+        answer: ClientFrame | None = None
+        with contextlib.suppress(TimeoutError, ProtocolMismatch, *BROKEN):
             async with asyncio.timeout(FAULT_SECONDS):
-                await self._connections.downloads.write(stream, frame)
+                await self._connections.downloads.write(stream, ServerFrame(other_task=task))
+                answer = await self._read(stream) if task.bundle else None
+        if answer is None or answer.leave.code != TaskBundleRefused.__name__:
+            return
+        error = TaskBundleRefused(f"{device}: {answer.leave.text[:MAX_FAULT_TEXT]}")
+        self._connections.uploads.refusals[error.code] += 1
+        self._connections.device_records.note_refusal(device, error)
+        log.warning("%s takes no part: %s: %s", device, error.code, error)
 
     async def _write_all(self, session: DeviceSession) -> None:
         """Write the outbox in order; write() waits while the device reads slowly."""

@@ -39,6 +39,7 @@ from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.rounds.round_loop import run as run_rounds
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.rounds.run_state import Training
+from headwater.server.transport.admission import OfferedTask
 from headwater.server.transport.peer_certificates import CertificateVerifier
 from headwater.server.transport.servicer import Servicer
 
@@ -105,6 +106,7 @@ async def serving(
     effective_batch_size: int | None = None,
     weighting: str = "samples",
     settings: Mapping[str, Any] = MappingProxyType({}),
+    offered: OfferedTask | None = None,
 ) -> AsyncIterator[Run]:
     """Listen; ``begin`` serves ``rounds`` rounds of K = 1, micro-batch 8.
 
@@ -134,6 +136,7 @@ async def serving(
         staging_bytes=1 << 20,
         reconnect_seconds=reconnect_seconds,
         return_seconds=return_seconds,
+        offered=offered,
     )
     servicer.start()
     run = Run(

@@ -6,15 +6,18 @@ An honest device takes part at the same time; the model equals that of a run wit
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from headwater.common.transport.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from headwater.common.transport.wire_pb2 import Leave
+from headwater.common.transport.wire_pb2 import Leave, Progress
+from headwater.server.transport.admission import OfferedTask
 from tests.attacks.raw import (
     RawDevice,
     be_honest,
     cohort,
+    serving,
 )
 
 Attack = Callable[[RawDevice], Awaitable[None]]
@@ -119,3 +122,26 @@ async def test_a_frame_over_the_limit_ends_the_stream(model: bytes) -> None:
             await again.send(leave=Leave())
             await be_honest(run, honest)
         assert run.model() == model
+
+
+async def test_a_device_says_of_a_task_that_it_is_offered_only_that_it_refuses_it() -> None:
+    offered = OfferedTask(name="Parity", digest="0" * 64, data=b"a bundle")
+    async with serving(offered=offered) as run:
+        answers: list[dict[str, Any]] = [
+            {"leave": Leave(code="CertificateRevoked", text="of another device")},
+            {"leave": Leave(code="", text="")},
+            {"progress": Progress(num_steps=1)},
+            {"leave": Leave(code="TaskBundleRefused", text="\x1b[2J" + "a" * 100_000)},
+        ]
+        for answer in answers:
+            async with RawDevice(run.port, "pi") as device:
+                await device.hello(bundle="none")
+                await device.next_of("other_task")
+                await device.send(**answer)
+                with pytest.raises(EOFError):
+                    await device.next()
+        assert set(run.refusals) == {"TaskBundleRefused"}
+        assert run.refusals["TaskBundleRefused"] == 1
+        (record,) = run.servicer.device_records.devices()
+        assert (record.name, record.refusal_code) == ("pi", "TaskBundleRefused")
+        assert len(record.refusal_text or "") <= 1_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Process, Processes, free_port, rows
+from tests.processes import Process, Processes, free_port, rows, until
 from tests.task_bundles.bundles import new_key, publish_code, write_code
 
 pytestmark = pytest.mark.slow
@@ -70,6 +70,7 @@ def test_a_waiting_device_follows_the_next_version_and_refuses_an_older_one(
         waiting.wait_for(
             "TaskBundleRefused: the server's task Parity 1 is older than the version 2"
         )
+        older.wait_for("0 takes no part: TaskBundleRefused: 0: the server's task Parity 1 is older")
         older.kill(signal.SIGTERM)
         waiting.kill(signal.SIGTERM)
         assert waiting.wait() == 0
@@ -91,6 +92,13 @@ def test_a_device_says_why_it_takes_no_task(tmp_path: Path) -> None:
         pinned = device(processes, port, 1, trust, "--once", "--pin-task", "0" * 16)
         assert pinned.wait() != 0
         assert f"--pin-task {bundle.digest[:16]}" in pinned.text()
+        for name, why in ((0, f"signed by {trust}, whom"), (1, "has the digest")):
+            server.wait_for(f"{name} takes no part: TaskBundleRefused: {name}: the server's task")
+            assert why in server.text()
+        records = tmp_path / "out" / "devices.json"  # written once a second
+        until(lambda: records.exists() and "TaskBundleRefused" in records.read_text(), what=str)
+        shown = processes.complete("server", "status", "--out", tmp_path / "out")
+        assert "0 refused at" in shown.stdout
         server.kill(signal.SIGTERM)
         server.wait()
         plain = processes.server(*listen, "--out", tmp_path / "o", task=write_code(tmp_path / "c"))
