@@ -19,6 +19,7 @@ from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.task_spec import bundle_folder
 from headwater.common.wording import counted
 from headwater.server.features import RESULT_FILES, sample_lines, work_text
 from headwater.server.operations.curves import weight_shares
@@ -46,12 +47,23 @@ def print_settings(settings: Settings, *, where: str) -> None:
         )
     else:
         work = described(plan, max_weight_per_example=_max_weight(settings))
-    head = f"[bold]{escape(printable(settings.task))}[/] on {where}, seed {settings.seed}"
+    task = escape(printable(_task_text(settings.task)))
+    head = f"[bold]{task}[/] on {where}, seed {settings.seed}"
     console.print(head, soft_wrap=not console.is_terminal)
     rate = f"{optimizer.rate:g}{_scaling(settings)}"
     rounds = settings.num_rounds
     number = "rounds without end" if rounds is None else counted(rounds, "round")
     print_text("; ".join((f"{number} of {optimizer.name} at {rate}", work, *notes)))
+
+
+def _task_text(task: str | None) -> str | None:
+    """Return a task's place, after the name and version of the signed bundle that it is of."""
+    if task is None or bundle_folder(task) is None:
+        return task
+    from headwater.common.task_bundles.bundle import bundle_of  # few tasks are published
+
+    bundle = bundle_of(task)
+    return task if bundle is None else f"{bundle.title}, {bundle.digest[:16]}, {task}"
 
 
 def _max_weight(settings: Settings) -> int:

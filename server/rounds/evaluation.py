@@ -92,7 +92,11 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
         error = failed.__cause__
         if not isinstance(error, OSError | ValueError):
             raise
-        raise MissingData(f"the task's test_examples found no data: {described(error)}") from error
+        raise MissingData(
+            f"the task's test_examples found no data: {described(error)}",
+            remedy="put the file where test_examples looks for it; into a signed task with "
+            "`headwater-server publish --with FILE`",
+        ) from error
     if examples is None or len(examples) == 0:
         return None
     with running("the first test example"):

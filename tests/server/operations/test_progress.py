@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from headwater.common.settings.schema import Settings
+from headwater.common.task_bundles.bundle import unpacked
 from headwater.server.operations.progress import print_result, print_settings
 from headwater.server.operations.round_log import ROUNDS, row_to_dict
 from tests.round_rows import row
+from tests.task_bundles.bundles import new_key, publish_code
 
 ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
     "K": (
@@ -41,6 +43,17 @@ def test_the_derived_numbers_are_printed(case: str, capsys: pytest.CaptureFixtur
     print_settings(Settings.model_validate({"task": task, **changes}), where="here")
     shown = capsys.readouterr()
     assert words in " ".join((shown.out + shown.err).split())
+
+
+def test_a_signed_task_is_shown_with_its_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, _ = new_key(tmp_path / "signer.key")
+    bundle, _ = publish_code(tmp_path, key, version=7)
+    print_settings(Settings(task=unpacked(bundle, tmp_path / "tasks")), where="here")
+    shown = capsys.readouterr()
+    text = " ".join((shown.out + shown.err).split())
+    assert text.startswith(f"Parity 7, {bundle.digest[:16]}, {tmp_path}")
 
 
 def test_the_metrics_of_a_hostile_task_are_printed_as_they_are_named(
