@@ -143,8 +143,9 @@ def revoke_device(folder: Path, name: str) -> None:
         num_revoked = registry.revoke(name)
     if not num_revoked:
         raise SettingsError(
-            f"{name[:80]!r} has no certificate to revoke; its join token, if any, is void",
-            remedy="check the name",
+            f"{name[:80]!r} has no certificate to revoke: it has not joined, or is revoked "
+            "already; its join token, if any, is void",
+            remedy="check the name; `headwater-server status` lists the devices of a run",
         )
     console.print(f"{name} is revoked: a running server ends its stream within a second")
 
