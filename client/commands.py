@@ -56,7 +56,7 @@ def join_with(
     )
     for path in joined.files:
         console.print(f"  {path}", soft_wrap=True)
-    if trust is not None and not joined.is_new:
+    if trust is not None and not joined.is_new and not _names_signer(folder, trust):
         stderr.print(
             f"--trust is not written to {folder / SETTINGS_FILE}, which is as it was: change "
             f'trust = "KEY" below [client] there',
@@ -77,6 +77,14 @@ def join_with(
         where = '(task = "my_task.py:MyTask" at its top, data = "FOLDER" below [client]):'
     console.print(where, soft_wrap=True, markup=False)
     console.print(f"  {command}", soft_wrap=True, markup=False)
+
+
+def _names_signer(folder: Path, trust: str) -> bool:
+    """Return whether the settings file of an enrolled device has this signer's key."""
+    from headwater.client.enrolment.join import SETTINGS_FILE
+
+    file = folder / SETTINGS_FILE
+    return file.is_file() and trust in file.read_text(errors="replace")
 
 
 def _token_text(file: Path | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater.client.commands import join_with
 from headwater.client.enrolment.join import TOKEN_FILE, join
 from headwater.common.errors import (
     AuthorityMismatch,
@@ -38,6 +39,7 @@ from tests.enrolment import STREAM_PORT, enrolment, is_open, token_at
 from tests.processes import (
     until,
 )
+from tests.task_bundles.bundles import new_key
 
 
 def test_a_device_joins_with_its_own_key(tmp_path: Path) -> None:
@@ -94,6 +96,21 @@ def test_a_device_that_repeats_its_join_is_told_and_alarms_nobody(tmp_path: Path
     assert (first.is_new, again.is_new) == (True, False)
     assert again.expires_at == first.expires_at
     assert "JoinTokenUsed" not in port.refusals
+
+
+def test_a_repeated_join_says_that_it_writes_no_other_signer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certs, device = make_folder(tmp_path / "certs"), tmp_path / "device"
+    (_, first), (_, other) = (new_key(tmp_path / name) for name in ("first.key", "other.key"))
+    with enrolment(certs) as port:
+        (tmp_path / "token").write_text(token_at(certs, port.port).encode())
+        for trust in (first, first, other):
+            assert "is not written" not in "".join(capsys.readouterr())
+            join_with(tmp_path / "token", device, trust=trust, has_argument=False)
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"--trust is not written to {device / 'client.toml'}" in said
+    assert first in (device / "client.toml").read_text()
 
 
 def test_a_join_whose_answer_was_lost_continues_with_the_same_key(tmp_path: Path) -> None:
