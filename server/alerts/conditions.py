@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headwater.common.errors import CertificateRevoked
 from headwater.common.settings.schema import AlertSettings
 from headwater.common.wording import bytes_text, duration_text
 from headwater.server.transport.device_records import DeviceRecord
@@ -79,6 +80,8 @@ def _of_loss(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, st
 def _of_devices(state: WatchedRun, chosen: AlertSettings) -> Iterator[tuple[str, str, str]]:
     for device in state.devices:
         if device.is_connected or device.last_seen is None or device.last_round is None:
+            continue
+        if device.refusal_code == CertificateRevoked.__name__:  # the operator sent it away
             continue
         away = state.now - device.last_seen
         if away >= chosen.lost_seconds:

@@ -39,6 +39,7 @@ def device(name: str, **given: Any) -> DeviceRecord:
         ({"devices": [device("a"), device("b", is_connected=True)]}, {("device-lost", "a")}),
         ({"devices": [device("a", last_seen=NOW - 0.9 * DAY)]}, {}),
         ({"devices": [device("refused", last_round=None)]}, {}),
+        ({"devices": [device("revoked", refusal_code="CertificateRevoked")]}, {}),
         ({"certificates": {"the server": NOW + 15 * DAY}}, {}),
         ({"certificates": {"the server": NOW + 13 * DAY}}, {("certificate", "the server")}),
         ({"free_bytes": 10**9 - 1, "folder": "runs/a"}, {("disk", "runs/a")}),
