@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainSerializer,
     SerializeAsAny,
 )
 from pydantic_core import CoreSchema
@@ -30,7 +31,7 @@ from headwater.common.settings.training import (
 )
 from headwater.common.sums.encoded_vector import EncodedVector, Vector, VectorCoding, coding_in
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS
-from headwater.common.terms import Terms, TermsT, read_terms
+from headwater.common.terms import Terms, TermsT, read_terms, written_terms
 from headwater.common.transport.limits import MAX_REPLY_HEAD_BYTES
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ NamedTerms = Annotated[
     dict[FeatureName, SerializeAsAny[Terms]],
     Field(max_length=MAX_FEATURES),
     BeforeValidator(read_terms),
+    PlainSerializer(written_terms, when_used="json"),
 ]
 
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]

@@ -60,7 +60,16 @@ class Terms(BaseModel):
         Members of two versions agree on a field that is new where it is as it is by default, so a
         default keeps its meaning for ever.
         """
-        return json.dumps(self.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+        return json.dumps(self.written(), sort_keys=True)
+
+    def written(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, without what is so by default.
+
+        Of a user's own terms all: their two sides may have files with unlike defaults.
+        """
+        is_own = self.NAME in _own
+        found: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=not is_own)
+        return found
 
     @property
     def asks_model(self) -> bool:
@@ -251,6 +260,11 @@ def _read(name: str, found: Any) -> Terms:
         raise FeatureMissing(
             f"the feature {name} is another one on the other side: {where}: {first['msg'].lower()}"
         ) from None
+
+
+def written_terms(terms: Mapping[str, Terms]) -> dict[str, Any]:
+    """Return a plan's terms as JSON has them."""
+    return {name: one.written() for name, one in terms.items()}
 
 
 def shared_texts(terms: Mapping[str, Terms]) -> Sequence[str]:

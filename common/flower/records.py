@@ -28,7 +28,13 @@ from headwater.common.errors import (
     error_of,
     travelling,
 )
-from headwater.common.messages import MAX_FAULTS, Plan, Update, UpdateReport
+from headwater.common.messages import (
+    MAX_FAULTS,
+    DescribeRequest,
+    Plan,
+    Update,
+    UpdateReport,
+)
 from headwater.common.parsed_text import json_of
 
 FLAT = "headwater.flat"
@@ -71,16 +77,18 @@ def content_of(data: BaseModel, array: Array | None = None) -> RecordDict:
 
 
 def json_text(data: BaseModel) -> str:
-    """Return a message's data as JSON, without what is as it is by default.
+    """Return a message's data as JSON; of what a server asks, without what is so by default.
 
-    So a field that is new in this version is sent only where it says something, and an earlier
-    version, which knows no such field, refuses that alone.
+    So a field that is new in this version is sent only where it says something, and a device of an
+    earlier version, which knows no such field, refuses that alone. What a device answers has all
+    its fields: which of them are there must not follow from its data.
 
     Raises:
         SettingsError: a tensor in it is longer than a message may be.
     """
     try:
-        return data.model_dump_json(exclude_none=True, exclude_defaults=True)
+        is_asked = isinstance(data, Plan | DescribeRequest)
+        return data.model_dump_json(exclude_none=True, exclude_defaults=is_asked)
     except PydanticSerializationError as error:  # a tensor that says so itself
         raise SettingsError(str(error), remedy=SHORTER_TERMS) from error
 

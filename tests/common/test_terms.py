@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.common.errors import CorruptUpdate, FeatureMissing
-from headwater.common.flower.records import parse
+from headwater.common.flower.records import json_text, parse
 from headwater.common.messages import Plan
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.terms import KINDS, Terms, kind_of, register
@@ -162,3 +162,32 @@ def test_another_version_of_a_user_s_feature_is_named() -> None:
     sent = {**FIELDS, "terms": {"own_of_this_test": {"mu": 1.0}}}
     with pytest.raises(FeatureMissing, match=r"own_of_this_test is another one.*mu"):
         parse(json.dumps(sent), Plan)
+
+
+def sent(*terms: Terms) -> dict[str, Any]:
+    plan = Plan(**FIELDS).asking(*terms)
+    assert parse(json_text(plan), Plan) == plan
+    found: dict[str, Any] = json.loads(json_text(plan))
+    return found
+
+
+def test_what_is_so_by_default_is_not_sent_so_that_earlier_versions_refuse_new_fields_alone() -> (
+    None
+):
+    kind = kind_of("compression")
+    plain = kind(method="int8")
+    assert sent(plain)["terms"] == {"compression": {"method": "int8"}}
+    assert "held_out" not in sent()
+    assert plain.shared_text() == '{"method": "int8"}'
+
+
+def test_all_of_a_user_s_own_terms_is_sent_as_the_other_side_s_file_may_have_other_defaults() -> (
+    None
+):
+    class Rate(Terms):
+        NAME = "test_own_rate"
+        value: float = 0.5
+
+    register(Rate)
+    assert sent(Rate())["terms"] == {"test_own_rate": {"value": 0.5}}
+    assert Rate().shared_text() == '{"value": 0.5}'
