@@ -11,9 +11,15 @@ from tests.chaos.runner import run
 from tests.chaos.scenarios import SHORT, Scenario
 
 pytestmark = pytest.mark.slow
+LONG = "server killed, parted and stopped, with a standby"
+"""A minute of three faults, each of which another scenario or a test of the standby has alone."""
 
 
-@pytest.mark.parametrize("scenario", SHORT, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(one, marks=pytest.mark.long if one.name == LONG else ()) for one in SHORT],
+    ids=lambda scenario: scenario.name,
+)
 def test_no_acknowledged_update_is_lost_or_counted_twice(
     scenario: Scenario, tmp_path: Path
 ) -> None:

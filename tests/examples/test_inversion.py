@@ -11,6 +11,7 @@ KNOWS_THE_MEAN = 0.27
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_plain_update_shows_its_image_and_a_masked_one_shows_nothing(tmp_path: Path) -> None:
     found = cases()
     errors = {case.title: case.error for case in found}

@@ -11,7 +11,9 @@ PLAN = {"plan.effective_batch_size": 300}
 
 
 def kinds() -> list[object]:
-    return [pytest.param("rlimit"), pytest.param("cgroup", marks=CAGES)]
+    """Limits by the kernel's groups; where there are none, and by ``make test-long``, by rlimit."""
+    is_second = pytest.mark.long if can_make_cgroups() else ()
+    return [pytest.param("rlimit", marks=is_second), pytest.param("cgroup", marks=CAGES)]
 
 
 @pytest.mark.slow

@@ -318,6 +318,7 @@ def test_an_active_session_on_supernodes_gives_the_in_process_model_though_one_v
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_masked_asynchronous_step_on_supernodes_gives_the_in_process_model_bit_for_bit(
     deployment: Deployment, tmp_path: Path

@@ -69,6 +69,10 @@ def commands(
         yield found
 
 
+LONG = {"bytes.md", "causal_lm.py", "page.md"}
+"""Half a minute each of commands that other pages have too."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["client", "server", "simulate"])
 def test_each_command_is_a_script_of_the_environment(side: str, bin_folder: Path) -> None:
@@ -78,7 +82,13 @@ def test_each_command_is_a_script_of_the_environment(side: str, bin_folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "source", [file for file in SOURCES if commands_of(file)], ids=lambda file: file.name
+    "source",
+    [
+        pytest.param(file, marks=pytest.mark.long if file.name in LONG else ())
+        for file in SOURCES
+        if commands_of(file)
+    ],
+    ids=lambda file: file.name,
 )
 def test_the_commands_run_in_an_empty_folder(
     source: Path, commands: InstalledCommands, tmp_path: Path

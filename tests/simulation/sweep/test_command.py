@@ -201,6 +201,7 @@ def test_a_worker_that_dies_fails_only_its_run_and_the_next_call_repeats_it(fold
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_diverged_run_is_a_result_and_is_not_repeated(folder: Path) -> None:
     more = ["--grid", "optimizer.learning_rate=0.01,1e38", "--seeds", "3", "--jobs", "1"]
     first = start(folder, "out", *more)
