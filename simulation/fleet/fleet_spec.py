@@ -151,7 +151,7 @@ def _check_labels(settings: Settings) -> None:
     if number < needed:
         known = sorted({label for one in own if one is not None for label in one.split(",")})
         raise SettingsError(
-            f"{counted(number, 'device')} of {fleet.num_devices} has --devices {wanted}, and a "
+            f"--devices {wanted} fits {number} of {counted(fleet.num_devices, 'device')}, and a "
             f"round needs {needed}",
             remedy=f"choose by the labels that there are: {', '.join(known[:20])}"
             if known

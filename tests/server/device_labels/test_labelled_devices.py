@@ -125,7 +125,7 @@ def test_asynchronous_steps_await_the_labelled_devices(tmp_path: Path) -> None:
 
 
 def test_labels_that_too_few_devices_have_are_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="0 devices of 6 has --devices site=attic") as refused:
+    with pytest.raises(SettingsError, match="--devices site=attic fits 0 of 6 devices") as refused:
         trained(tmp_path, "site=attic")
     assert "kind=pi, site=home, site=lab" in str(refused.value.remedy)
 
