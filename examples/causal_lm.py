@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenExamples(list[Tensor]):
-    """Examples [2, T]: tokens over targets, each of which is the next token, or ``PADDING``.
+    """Examples [2, T]: tokens over targets; a target is the next token, or ``PADDING``.
 
     ``text`` has the number of the text that each example is of, for ``--partition column:text`` and
     ``--held-out group:text``; packed examples are of several, and have none.

@@ -35,7 +35,7 @@ def first_task(settings: Settings) -> tuple[str, str]:
     Waits until a server is there.
 
     Raises:
-        TaskBundleRefused, StateError: see ``task_in``; the server is told of a refusal.
+        TaskBundleRefused, StateError: see ``task_in``; the server learns of a refusal.
         TaskNotInstalled: the server has a task that is no bundle.
         ConnectionLost: no server was there for the device's patience.
         HeadwaterError: the server refuses the device.

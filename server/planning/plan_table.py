@@ -251,7 +251,7 @@ class _Kinds:
     def shared(self, make: Callable[[int, str], MadeT]) -> Callable[[str], MadeT]:
         """Return a function that makes something of a client's plan, once for each kind.
 
-        The first client's is made before kinds are told apart: a round may look at no other.
+        The first client's needs no list of kinds: a round may look at no other.
         """
         made: dict[tuple[object, ...], MadeT] = {}
         first: list[MadeT] = []

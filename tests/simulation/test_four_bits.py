@@ -20,6 +20,7 @@ from headwater.server.evaluate_model import evaluate
 from headwater.server.rounds import checkpoint
 from headwater.simulation.run import run_engine
 from tests.adapted import HIDDEN, NUM_TOKENS, TASK, WIDTH, Adapted, AdaptedNet
+from tests.simulation.test_frozen_part import WAYS, assert_same_model
 
 NUM_DEVICES = 3
 STORED = ("up.weight", "down.weight", "body.base.weight")
@@ -126,23 +127,12 @@ def test_a_resumed_run_ends_with_the_same_bytes_and_with_no_other_dtype(
     assert (tmp_path / MODEL).read_bytes() == (done / MODEL).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "simulation",
-    [
-        pytest.param({"compute": "fused"}, id="fused"),
-        pytest.param({"compute": "vectorised"}, id="vectorised"),
-        pytest.param({"workers": 2}, id="workers", marks=pytest.mark.slow),
-        pytest.param({"engine": "grpc"}, id="grpc", marks=pytest.mark.slow),
-    ],
-)
+@WAYS
 def test_every_way_of_running_trains_the_same_model(
     simulation: dict[str, Any], done: Path, tmp_path: Path
 ) -> None:
     simulate(chosen(tmp_path, simulation={"clients": NUM_DEVICES, **simulation}))
-    found, expected = load_file(tmp_path / MODEL), load_file(done / MODEL)
-    assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
-    is_same_code = "compute" not in simulation
-    assert not is_same_code or (tmp_path / MODEL).read_bytes() == (done / MODEL).read_bytes()
+    assert_same_model(tmp_path, done, simulation)
 
 
 def test_a_run_without_a_frozen_linear_layer_is_refused(tmp_path: Path) -> None:
