@@ -19,7 +19,6 @@ from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console
-from headwater.common.task_spec import name_of
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.common.tree.branch_messages import (
     MAX_MEMBERS,
@@ -29,6 +28,7 @@ from headwater.common.tree.branch_messages import (
     MembersRequest,
     Refusal,
 )
+from headwater.common.user_code.task_spec import name_of
 from headwater.common.wording import counted
 from headwater.server.aggregation.extra_sums import sums_of
 from headwater.server.enrolment.enrolment_port import enrolment_port

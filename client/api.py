@@ -13,11 +13,11 @@ from typing import Any, Literal
 from headwater.client import commands
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.client.transport.connection import Connection, stay_connected
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.task import Task
+from headwater.common.user_code.run_scope import run_scope
 
 POLL_SECONDS = 0.2  # on Windows a wait without a timeout cannot be interrupted
 

@@ -44,7 +44,7 @@ from headwater.common.errors import EmptyUpdate, HeadwaterError, TaskMismatch
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
 from headwater.common.stats import training_speed
-from headwater.common.task_spec import short_code
+from headwater.common.user_code.task_spec import short_code
 
 log = logging.getLogger(__name__)
 

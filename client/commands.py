@@ -414,7 +414,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     from headwater.client.flower.node import Node
     from headwater.client.transport.connection import Connection
     from headwater.common.system.console import console
-    from headwater.common.task_spec import short_code
+    from headwater.common.user_code.task_spec import short_code
     from headwater.common.wording import counted
 
     if requires_masks:

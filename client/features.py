@@ -15,8 +15,8 @@ from headwater.client.training.sampler import Window
 from headwater.common.messages import EvaluateReport, Plan, Update
 from headwater.common.model.local_state import LocalStore
 from headwater.common.model.parameters import ModelImage
-from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import AlgorithmSettings, Settings
+from headwater.common.user_code.named_objects import part_of
 
 if TYPE_CHECKING:
     from headwater.client.local_training.local_work import ClientAlgorithm

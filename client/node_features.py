@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.common.errors import HeadwaterError
-from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
+from headwater.common.user_code.named_objects import part_of
 
 if TYPE_CHECKING:
     from headwater.common.compression.model_difference import DifferenceReader

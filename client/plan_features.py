@@ -20,7 +20,7 @@ from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import CorruptUpdate
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, Plan, Update
-from headwater.common.named_objects import part_of
+from headwater.common.user_code.named_objects import part_of
 
 
 class PlanFeature:

@@ -83,7 +83,7 @@ AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 """The client algorithm that a device must have, as FedProx(mu=0.1)."""
 
 TaskCode = Annotated[str, Field(pattern=r"^.{1,100} [0-9a-f]{64}$")]
-"""The name of a task's class and the digest of its code (``common.task_spec.code_of``)."""
+"""The name of a task's class and the digest of its code (``user_code.task_spec.code_of``)."""
 FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The digest of the model's frozen part (``common.model.frozen_part``)."""
 

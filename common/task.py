@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from headwater.common.errors import EmptyDataset, MissingData, TaskError, TaskFailed, system_remedy
 from headwater.common.example_streams import as_examples, copied
-from headwater.common.run_scope import object_named
-from headwater.common.task_spec import METHODS, code_at, code_of, find_task
-from headwater.common.user_code import described, running
+from headwater.common.user_code.failures import described, running
+from headwater.common.user_code.run_scope import object_named
+from headwater.common.user_code.task_spec import METHODS, code_at, code_of, find_task
 
 MAX_METRICS, MAX_METRIC_CHARACTERS = 48, 64  # that a task may return, and of a metric's name
 
@@ -85,8 +85,8 @@ MISSES_DATA = (OSError, ValueError, TypeError, AttributeError, AssertionError)
 def load_task(spec: str) -> Task:
     """Load the task that a spec names: construct its class, or take the object.
 
-    If a Python caller gave an object under this name (``common.run_scope``), it is that object; a
-    class is constructed. Any other spec is one of ``common.task_spec``.
+    If a Python caller gave an object under this name (``user_code.run_scope``), it is that object;
+    a class is constructed. Any other spec is one of ``user_code.task_spec``.
 
     Raises:
         UnknownTask: there is no such file, module or class, or its import fails.
@@ -108,7 +108,7 @@ def load_task(spec: str) -> Task:
 
 
 def task_code(spec: str) -> str:
-    """Return the name and the digest of the task's code (``common.task_spec.code_of``).
+    """Return the name and the digest of the task's code (``user_code.task_spec.code_of``).
 
     Raises:
         UnknownTask: see ``load_task``.

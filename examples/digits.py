@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from headwater.common.bundled_examples import HOME
+from headwater.common.user_code.bundled_examples import HOME
 
 TEST_FRACTION = 0.2
 CONCENTRATION = 0.3

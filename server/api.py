@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 
 from headwater.common.errors import SettingsError
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.settings.sources import default_out
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.command_line import check_addresses
 from headwater.common.task import Task
+from headwater.common.user_code.run_scope import run_scope
 from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
 from headwater.server.rounds.observer import Observers

@@ -43,7 +43,7 @@ from headwater.common.task import (
     shown_metrics,
     tell_round,
 )
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from headwater.common.errors import LocalParametersMissing, SettingsError
-from headwater.common.run_scope import PREFIX
 from headwater.common.settings.schema import Settings
+from headwater.common.user_code.run_scope import PREFIX
 from headwater.server.operations.curves import curves
 from headwater.server.operations.round_log import read_rows, row_of_dict, row_to_dict
 from headwater.server.rounds.observer import Observer

@@ -19,8 +19,8 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder
 from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
-from headwater.common.task_spec import bundle_folder, name_of
 from headwater.common.transport.tls import Credentials, split_address
+from headwater.common.user_code.task_spec import bundle_folder, name_of
 from headwater.server.app import load_run, server_app, server_context
 from headwater.server.features import run_queue
 from headwater.server.flower.grpc_grid import GrpcGrid

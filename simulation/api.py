@@ -11,13 +11,13 @@ from torch import nn
 
 from headwater.client.local_training.local_work import ClientAlgorithm
 from headwater.common.errors import SettingsError, remedy_in_traceback
-from headwater.common.run_scope import MAIN_GUARD, PREFIX, run_scope
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.settings.schema import Settings
 from headwater.common.system.caller_state import caller_state, one_run_at_a_time
 from headwater.common.task import Task
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import PARTS, TaskOfParts, task_of
+from headwater.common.user_code.run_scope import MAIN_GUARD, PREFIX, run_scope
 from headwater.server.aggregation.server_rule import ServerRule
 from headwater.server.operations.progress import show_progress
 from headwater.server.rounds.observer import Observers

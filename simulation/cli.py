@@ -336,7 +336,7 @@ def _advised(context: typer.Context, settings: Settings, config: Path | None) ->
 
 def _simulate(settings: Settings, *, resume: bool, is_only_shown: bool) -> None:
     from headwater.common.settings.sources import default_out, with_default_task
-    from headwater.common.task_spec import find_task_class
+    from headwater.common.user_code.task_spec import find_task_class
     from headwater.simulation.fleet.fleet_spec import with_fleet
 
     settings = with_fleet(with_default_task(settings))

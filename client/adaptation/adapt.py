@@ -31,7 +31,7 @@ from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.data.example_faults import short_summary
 from headwater.common.system.json_logs import to_json_value
 from headwater.common.task import Examples
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

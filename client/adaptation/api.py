@@ -15,14 +15,14 @@ from headwater.client.adaptation.start_model import start_model
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.host_name import host_name
 from headwater.client.training.context import Identity
-from headwater.common.bundled_examples import expanded
 from headwater.common.errors import OutOfMemory
-from headwater.common.run_scope import forget_changed_modules
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals
 from headwater.common.task import Task, check_data_exists
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.bundled_examples import expanded
+from headwater.common.user_code.failures import is_allocation_failure
+from headwater.common.user_code.run_scope import forget_changed_modules
 
 
 def adapt(

@@ -19,7 +19,7 @@ from headwater.common.data.batches import SubsetView, batch_of
 from headwater.common.data.evaluation import evaluate_sums
 from headwater.common.errors import OutOfMemory
 from headwater.common.task import Examples, Task, loss_sum
-from headwater.common.user_code import is_allocation_failure, running
+from headwater.common.user_code.failures import is_allocation_failure, running
 
 Result = TypeVar("Result")
 

@@ -19,7 +19,7 @@ from torch import nn
 from headwater.common.data.batches import batch_of
 from headwater.common.errors import NoFiniteExample
 from headwater.common.task import Examples, Metrics, Task, loss_sum_alone, shown_metrics
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 Floats = NDArray[np.float64]
 

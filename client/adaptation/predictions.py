@@ -22,7 +22,7 @@ from headwater.common.data.example_faults import ExampleFault, exception_fault
 from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.system.json_logs import to_json_value
 from headwater.common.task import Examples, Task
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.failures import is_allocation_failure
 
 PREDICT, PREDICTIONS = "predict", "predictions"
 EXAMPLE, PREDICTION = "example", "prediction"

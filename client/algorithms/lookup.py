@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from headwater.common.errors import AlgorithmMismatch
 from headwater.common.messages import Plan
-from headwater.common.named_objects import constructed
 from headwater.common.parsed_text import json_of
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings
+from headwater.common.user_code.named_objects import constructed
+from headwater.common.user_code.run_scope import cached_in_scope
 
 if TYPE_CHECKING:
     from headwater.client.local_training.local_work import ClientAlgorithm

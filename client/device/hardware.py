@@ -18,9 +18,9 @@ from headwater.client.memory.limits import ROOT, MemoryLimits, usable_cores
 from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.node_features import time_share_rule
 from headwater.common.messages import Vitals
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.system.heap import keep_mmap_threshold
+from headwater.common.user_code.run_scope import cached_in_scope
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from headwater.common.evaluation.terms import (
     in_two,
 )
 from headwater.common.task import LOSS, MAX_METRICS, tell_round
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)

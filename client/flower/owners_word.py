@@ -25,7 +25,7 @@ from headwater.common.settings.schema import (
     SecureSettings,
     Settings,
 )
-from headwater.common.task_spec import is_below
+from headwater.common.user_code.task_spec import is_below
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from headwater.client.training.round import Feature, Work
 from headwater.common.local_training.local_optimizer import path_length
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import LocalPlan
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 
 class LocalTraining(Feature):

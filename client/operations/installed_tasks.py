@@ -12,7 +12,7 @@ from pathlib import Path
 from headwater.common.errors import TaskNotInstalled
 from headwater.common.settings.fields import pairs_of
 from headwater.common.settings.schema import Settings
-from headwater.common.task_spec import name_of
+from headwater.common.user_code.task_spec import name_of
 
 NO_BUNDLE = "none"
 """What a device says that trusts a signer and has none of its tasks loaded."""

@@ -29,7 +29,7 @@ from headwater.common.own_feature.found import OwnFeature, keeps_state, own_feat
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.sums.named_sums import named_sums
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 REMEDY = "correct the lines that are shown in the feature's class Device"
 PENDING = "."

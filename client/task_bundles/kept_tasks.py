@@ -23,7 +23,7 @@ from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import print_table, print_text
 from headwater.common.task_bundles.bundle import FOLDER, TaskBundle, read_bundle, unpacked
 from headwater.common.task_bundles.requirements import check_requirements
-from headwater.common.task_spec import BUNDLE
+from headwater.common.user_code.task_spec import BUNDLE
 
 INDEX = "tasks.json"
 

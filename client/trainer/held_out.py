@@ -13,7 +13,7 @@ from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import NonFiniteUpdate
 from headwater.common.messages import EvaluateReport
 from headwater.common.task import Examples, Task
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from headwater.common.data.batches import batch_of
 from headwater.common.data.example_lengths import LengthCost
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import loss_sum
-from headwater.common.user_code import described
+from headwater.common.user_code.failures import described
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from headwater.common.additivity.single_examples import usable
 from headwater.common.errors import HeadwaterError, OutOfMemory, TaskFailed
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.user_code import described, is_allocation_failure
+from headwater.common.user_code.failures import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from headwater.client.features import algorithm_of, trial_of
 from headwater.client.memory.limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import AlgorithmSettings, Settings
+from headwater.common.user_code.run_scope import cached_in_scope
 
 
 def run_trainer(settings: Settings) -> Trainer:

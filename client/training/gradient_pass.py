@@ -26,7 +26,7 @@ from headwater.common.errors import HeadwaterError, TaskError
 from headwater.common.messages import Plan, Step
 from headwater.common.model.chunked_cross_entropy import adding_in_place
 from headwater.common.task import LossOf, Metrics, loss_sum
-from headwater.common.user_code import described, is_allocation_failure
+from headwater.common.user_code.failures import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from headwater.common.additivity.sums import (
 )
 from headwater.common.errors import HeadwaterError, HiddenState, TaskFailed, TaskNotAdditive
 from headwater.common.task import loss_sum_alone, rounds_weights
-from headwater.common.user_code import described, is_allocation_failure
+from headwater.common.user_code.failures import described, is_allocation_failure
 
 # A loss that draws random numbers in evaluation mode too is compared on means of so many draws.
 NUM_DRAWS = 16

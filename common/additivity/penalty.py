@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.common.errors import TaskError
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import Task
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 
 def has_penalty(task: Task) -> bool:

@@ -34,7 +34,7 @@ from headwater.common.task import (
     loss_sum_alone,
     max_weight_per_example,
 )
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.failures import is_allocation_failure
 
 NUM_COMPARED, NUM_TRIED = 4, 16
 SCALE = 64.0  # of a loss: a sum over so many examples has gradients of this size

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwater.common.errors import TaskNotAdditive
 from headwater.common.task import Metrics
-from headwater.common.user_code import user_line
+from headwater.common.user_code.failures import user_line
 
 # float32 rounding of a few examples is below 1e-5 relative; the mistakes that the check looks for
 # (a mean, batch statistics, counted padding) are off by a tenth and more.

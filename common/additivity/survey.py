@@ -21,7 +21,7 @@ from headwater.common.data.example_faults import ExampleFault, exception_fault, 
 from headwater.common.data.example_lengths import ExampleLengths, Positions
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import Examples, Task, loss_sum_alone
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.failures import is_allocation_failure
 
 MAX_SEEN, MAX_SECONDS = 10_000, 1.0
 UNKNOWN_FAULT = ExampleFault("its loss is NaN or infinite in a batch, though not alone")

@@ -17,7 +17,7 @@ from headwater.common.data.partition import Column
 from headwater.common.data.partition_spec import LABEL
 from headwater.common.errors import MissingColumn
 from headwater.common.task import Examples, Task
-from headwater.common.user_code import described
+from headwater.common.user_code.failures import described
 
 # The names that data sets give their labels; torchvision's use targets.
 LABEL_ATTRIBUTES = ("label", "labels", "targets")

@@ -6,8 +6,8 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwater.common.bundled_examples import expanded
 from headwater.common.errors import MissingData
+from headwater.common.user_code.bundled_examples import expanded
 from headwater.common.wording import natural
 
 MAX_SHOWN = 3

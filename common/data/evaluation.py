@@ -17,7 +17,7 @@ from headwater.common.data.example_faults import ExampleFault, exception_fault, 
 from headwater.common.data.example_lengths import ExampleLengths
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import Examples, Metrics, Task, loss_sum_alone
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.failures import is_allocation_failure
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 from headwater.common.data.batches import SubsetView
 from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.task import Examples
-from headwater.common.user_code import described
+from headwater.common.user_code.failures import described
 
 # So many positions are named for each kind of fault.
 MAX_NAMED = 5

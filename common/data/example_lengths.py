@@ -24,7 +24,7 @@ from headwater.common.data.example_faults import own_position, whole_of
 from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.errors import TaskError
 from headwater.common.task import Examples, Task
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 NUM_SAMPLED = 256  # examples whose lengths give the usual one
 

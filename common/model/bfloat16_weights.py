@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
-from headwater.common.named_objects import part_of
 from headwater.common.system.heap import release_freed_memory
+from headwater.common.user_code.named_objects import part_of
 
 STORED = torch.bfloat16
 WIDER = (torch.float32, torch.float64)

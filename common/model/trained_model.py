@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headwater.common.bundled_examples import expanded
 from headwater.common.errors import (
     LocalParametersMissing,
     ModelMismatch,
@@ -32,11 +31,12 @@ from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
-from headwater.common.named_objects import part_of
 from headwater.common.parsed_text import json_of
-from headwater.common.run_scope import forget_changed_modules
 from headwater.common.task import Task, built_model, load_task
-from headwater.common.task_spec import is_below
+from headwater.common.user_code.bundled_examples import expanded
+from headwater.common.user_code.named_objects import part_of
+from headwater.common.user_code.run_scope import forget_changed_modules
+from headwater.common.user_code.task_spec import is_below
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import check_arguments
+from headwater.common.user_code.named_objects import check_arguments
 
 NOT_ON_SUMS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 

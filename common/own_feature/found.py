@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import find_named
 from headwater.common.settings.training import FeatureSettings
 from headwater.common.terms import KINDS, Terms, register
+from headwater.common.user_code.named_objects import find_named
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}")
 

@@ -3,8 +3,8 @@
 The sum hides an update only among others of its kind. With a local learning rate of 1e-30 for all
 devices but one, the sum is that one's update; with less noise from all but one, it shows that one's
 more clearly. With a task whose loss is zero for all but one it is that one's too: so each side adds
-the name and the code of the task that it has loaded (``common.task_spec.code_of``). The digest is
-one of the session's parameters: each device compares it with its own, and a server that shows it
+the name and the code of the task that it has loaded (``user_code.task_spec.code_of``). The digest
+is one of the session's parameters: each device compares it with its own, and a server that shows it
 otherwise to one device has another session there, in which no share opens
 (``common.secagg.session``).
 

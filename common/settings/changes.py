@@ -20,7 +20,7 @@ from typing import Any
 from headwater.common.errors import SettingsError
 from headwater.common.settings.introspection import all_settings
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings, Settings
-from headwater.common.task_spec import is_below, source_file, split_place
+from headwater.common.user_code.task_spec import is_below, source_file, split_place
 
 UNPROTECTED = ("plain_text", "public_metrics")
 """The settings that let anybody on the way read."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from headwater.common.run_scope import PREFIX
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load_run
+from headwater.common.user_code.run_scope import PREFIX
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from headwater.common.bundled_examples import expanded
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import (
     DEVICE,
@@ -35,6 +34,7 @@ from headwater.common.settings.fields import (
     pairs_of,
     setting,
 )
+from headwater.common.user_code.bundled_examples import expanded
 
 
 def check_signers(joined: str | None) -> None:

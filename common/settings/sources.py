@@ -21,7 +21,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.parsed_text import toml_of
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings, flattened
-from headwater.common.task_spec import name_of
+from headwater.common.user_code.task_spec import name_of
 
 COMMAND_LINE = "the command line"
 PYTHON = "headwater."

@@ -24,7 +24,7 @@ from headwater.common.settings.fields import (
     Unit,
     setting,
 )
-from headwater.common.task_spec import split_place
+from headwater.common.user_code.task_spec import split_place
 
 
 class OptimizerSettings(Branch):

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from headwater.common.errors import CorruptUpdate, TaskError
 from headwater.common.statistics.kinds import KINDS, Floats, Ints, Kind
 from headwater.common.statistics.terms import FoundSums
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 
 MEASURED, STATISTICS, USE = "measured", "statistics", "use_statistics"
 """What a task has: its columns, the values of one example, and what takes the result."""

@@ -24,7 +24,7 @@ from headwater.common.errors import (
     system_remedy,
 )
 from headwater.common.system.printable import printable, printable_lines
-from headwater.common.user_code import described, is_users, own_traceback, user_frames
+from headwater.common.user_code.failures import described, is_users, own_traceback, user_frames
 
 if TYPE_CHECKING:
     from headwater.common.system.json_logs import Format

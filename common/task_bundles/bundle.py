@@ -29,7 +29,7 @@ from headwater.common.errors import TaskBundleRefused, UnknownTask
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
-from headwater.common.task_spec import BUNDLE, bundle_folder
+from headwater.common.user_code.task_spec import BUNDLE, bundle_folder
 
 MAGIC = b"headwater task 1\n"
 CONTEXT = b"headwater task bundle 1\0"

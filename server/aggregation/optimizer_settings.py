@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import find_named
 from headwater.common.optimizers.named_optimizer import (
     NOT_ON_SUMS,
     check_steps_on_sums,
@@ -23,7 +22,8 @@ from headwater.common.optimizers.named_optimizer import (
     with_tuples,
 )
 from headwater.common.settings import schema as settings
-from headwater.common.user_code import described
+from headwater.common.user_code.failures import described
+from headwater.common.user_code.named_objects import find_named
 from headwater.server.aggregation.server_rule import RuleOptimizer, ServerRule
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler

@@ -21,7 +21,7 @@ from headwater.common.model.parameters import ModelImage
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 from headwater.common.parsed_text import json_of
 from headwater.common.settings import schema as settings
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 from headwater.common.wording import bytes_text
 from headwater.server.aggregation.optimizer_settings import (
     Kind,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import check_arguments
+from headwater.common.user_code.named_objects import check_arguments
 
 State = dict[str, Any]
 

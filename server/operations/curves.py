@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from headwater.common.run_scope import PREFIX
 from headwater.common.system.printable import plot_label
+from headwater.common.user_code.run_scope import PREFIX
 from headwater.common.wording import counted
 from headwater.server.rounds.round_row import figure_of
 

@@ -19,7 +19,7 @@ from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example
-from headwater.common.task_spec import bundle_folder
+from headwater.common.user_code.task_spec import bundle_folder
 from headwater.common.wording import counted
 from headwater.server.features import RESULT_FILES, sample_lines, work_text
 from headwater.server.operations.curves import weight_shares

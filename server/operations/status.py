@@ -171,7 +171,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
         parts += [_refusal(device) for device in shown[:MAX_ROWS] if device["refusal_code"]]
         tasks = {one["task"] for one in shown if one["is_connected"] and one["task"]}
         if len(tasks) > 1:
-            from headwater.common.task_spec import short_code  # not for a health check
+            from headwater.common.user_code.task_spec import short_code  # not for a health check
 
             names = ", ".join(sorted(map(short_code, tasks)))
             parts.append(f"its devices train different code: {escape(printable(names))}")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import check_arguments
 from headwater.common.own_feature.found import OwnFeature, keeps_state, own_features
 from headwater.common.terms import SumOf, Terms
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
+from headwater.common.user_code.named_objects import check_arguments
 from headwater.server.planning import features as planning_features
 from headwater.server.planning.features import DraftPlans
 from headwater.server.rounds import features as rounds_features

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
-from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
+from headwater.common.user_code.named_objects import part_of
 from headwater.server.planning.planner import Assigned
 from headwater.server.planning.vitals_columns import Floats, Ints
 

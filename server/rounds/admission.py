@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwater.common.messages import Plan, Update
-from headwater.common.named_objects import part_of
 from headwater.common.sums.encoded_vector import Vector
 from headwater.common.terms import Terms
+from headwater.common.user_code.named_objects import part_of
 
 Admit = Callable[[Update, Terms], Vector]
 """Checks an update by a feature's terms, and returns its vector.

@@ -29,7 +29,7 @@ from headwater.common.messages import EvaluateReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Metrics, Task, loss_sum_alone, shown_metrics
-from headwater.common.user_code import described, running
+from headwater.common.user_code.failures import described, running
 from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import beyond_belief
 from headwater.server.aggregation.round_reports import most_reported

@@ -17,9 +17,9 @@ from torch import Tensor
 from headwater.common.errors import FeatureMissing, SettingsError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import ModelImage
-from headwater.common.named_objects import part_of
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task
+from headwater.common.user_code.named_objects import part_of
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import RoundSum

@@ -24,9 +24,9 @@ from headwater.common.errors import StateError
 from headwater.common.model.parameters import ModelImage, state_dict
 from headwater.common.model.tensor_file import without_wrappers, write_tensors
 from headwater.common.model.trained_model import ADAPTER, ModelRecord
-from headwater.common.run_scope import PREFIX
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer
+from headwater.common.user_code.run_scope import PREFIX
 
 # The settings by which a server gets this model and no other, on every way of running.
 RECORDED: dict[str, Any] = {

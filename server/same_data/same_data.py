@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from headwater.common.messages import DataShare, DeviceReport
 from headwater.common.task import task_code
-from headwater.common.task_spec import short_code
+from headwater.common.user_code.task_spec import short_code
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
 

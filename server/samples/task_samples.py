@@ -21,7 +21,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.printable import printable_lines
 from headwater.common.task import Task
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
 from headwater.server.rounds.evaluation import is_due
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.round_row import RoundRow

@@ -29,7 +29,7 @@ from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
 from headwater.common.stats.ring_histogram import ring_histogram
 from headwater.common.task import task_code
-from headwater.common.task_spec import code_of
+from headwater.common.user_code.task_spec import code_of
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum, added_sums
 from headwater.server.fleet import Fleet

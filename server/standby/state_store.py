@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import constructed
+from headwater.common.user_code.named_objects import constructed
 from headwater.server.standby.shared_folder import SharedFolder
 
 # FILE.py:Name or package.module:Name; a folder's name has no such ending.

@@ -13,7 +13,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.changes import check_code
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import default_out, load
-from headwater.common.task_spec import source_file, split_place
+from headwater.common.user_code.task_spec import source_file, split_place
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.run_state import Training
 from headwater.server.succession.submitted_code import noted_code

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from headwater.common.errors import CodeChanged
-from headwater.common.run_scope import forget_changed_modules, loaded_files
 from headwater.common.settings.changes import named_code
 from headwater.common.settings.schema import Settings
-from headwater.common.task_spec import source_file
+from headwater.common.user_code.run_scope import forget_changed_modules, loaded_files
+from headwater.common.user_code.task_spec import source_file
 from headwater.common.wording import bytes_text
 
 MAX_BYTES = 1 << 26  # of a file of code

@@ -28,8 +28,8 @@ from headwater.common.task_bundles.bundle import (
     signed,
 )
 from headwater.common.task_bundles.requirements import check_requirements
-from headwater.common.task_spec import find_task, name_of, source_file
 from headwater.common.transport.trusted_file import read_trusted
+from headwater.common.user_code.task_spec import find_task, name_of, source_file
 
 LEFT_OUT = ("__pycache__",)
 

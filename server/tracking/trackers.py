@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from headwater.common.errors import SettingsError
-from headwater.common.named_objects import constructed
+from headwater.common.user_code.named_objects import constructed
 from headwater.server.rounds.observer import Observer
 from headwater.server.tracking.user_observer import UserObserver
 

@@ -14,7 +14,7 @@ from headwater.common.settings.sources import read_tree
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console, print_table, print_text, print_titled
 from headwater.common.system.printable import printable
-from headwater.common.task_spec import find_task_class
+from headwater.common.user_code.task_spec import find_task_class
 from headwater.common.wording import counted
 from headwater.simulation.compare.advice import advice_of
 from headwater.simulation.compare.budget import parse_budget

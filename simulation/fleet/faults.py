@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headwater.client.training.sampler import seed_of
-from headwater.common.run_scope import cached_in_scope
+from headwater.common.user_code.run_scope import cached_in_scope
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from headwater.common.data.data_paths import find_data
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.fields import OwnLabels
+from headwater.common.user_code.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import FleetFaults
 from headwater.simulation.fleet.profiles import PROFILES, SimulatedDevice
 from headwater.simulation.fleet.toml_tables import file_error, read_tables

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import has_labels
 from headwater.common.settings.rounds import MIN_MEMBERS
 from headwater.common.settings.schema import Settings
+from headwater.common.user_code.bundled_examples import existing_or_bundled
 from headwater.common.wording import counted
 from headwater.simulation.fleet.faults import (
     EVALUATE,

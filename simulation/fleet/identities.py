@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from headwater.client.training.context import Identity
-from headwater.common.bundled_examples import existing_or_bundled
 from headwater.common.data.partition_spec import PartitionRule
 from headwater.common.errors import SettingsError
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import Settings
+from headwater.common.user_code.bundled_examples import existing_or_bundled
+from headwater.common.user_code.run_scope import cached_in_scope
 
 EQUAL = Path("equal")
 """The word for a fleet of equal devices, in place of a file."""

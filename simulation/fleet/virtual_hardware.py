@@ -23,10 +23,10 @@ from headwater.common.data.batches import batch_of, split_batch
 from headwater.common.errors import TaskFailed
 from headwater.common.messages import Vitals
 from headwater.common.model.layout import ModelLayout
-from headwater.common.named_objects import part_of
-from headwater.common.run_scope import cached_in_scope
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.stats.linear_fit import Line
+from headwater.common.user_code.named_objects import part_of
+from headwater.common.user_code.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import link_slowdown
 from headwater.simulation.fleet.fleet_spec import fleet_spec
 from headwater.simulation.fleet.identities import identities_of

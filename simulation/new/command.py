@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.markup import escape
 
-from headwater.common.bundled_examples import EXAMPLES, HOME
 from headwater.common.errors import SettingsError
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console, print_text
+from headwater.common.user_code.bundled_examples import EXAMPLES, HOME
 from headwater.common.wording import counted
 from headwater.simulation.new import made_up
 from headwater.simulation.new.columns import DIGITS, Table, read_rows, table_of

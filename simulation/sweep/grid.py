@@ -25,7 +25,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.parsed_text import toml_of
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load, with_default_task
-from headwater.common.task_spec import source_file
+from headwater.common.user_code.task_spec import source_file
 from headwater.simulation.fleet.fleet_spec import with_fleet
 
 MAX_RUNS = 10_000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headwater.common.errors import PlanMismatch, RoundAborted, TaskMismatch
-from headwater.common.task_spec import code_of, find_task_class
+from headwater.common.user_code.task_spec import code_of, find_task_class
 from tests.client.secagg.cohort import describe
 from tests.masked import NodeDevice, opening_of, plain_sum, plan, play, ready, sum_of
 from tests.processes import Processes, port_of, write_task

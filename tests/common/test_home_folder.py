@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.common.bundled_examples import expanded
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import ClientSettings
+from headwater.common.user_code.bundled_examples import expanded
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 
 from headwater.common.errors import MissingData, StateError, TaskFailed, UnknownTask, system_remedy
 from headwater.common.task import open_train_examples
-from headwater.common.task_import import explained
-from headwater.common.user_code import running
+from headwater.common.user_code.failures import running
+from headwater.common.user_code.task_import import explained
 
 FAULTS = {
     errno.EMFILE: "ulimit -n",

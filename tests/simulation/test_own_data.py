@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from headwater.common.errors import MissingData, SettingsError
 from headwater.common.model.trained_model import MODEL
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.sources import load
+from headwater.common.user_code.run_scope import run_scope
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.reports.partition_table import examples_of_devices, partition_line
 from headwater.simulation.run import run_engine

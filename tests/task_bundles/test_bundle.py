@@ -26,7 +26,7 @@ from headwater.common.task_bundles.bundle import (
     signed,
     unpacked,
 )
-from headwater.common.task_spec import code_at
+from headwater.common.user_code.task_spec import code_at
 from headwater.server.task_bundles.publish import (
     publish,
     publish_again,

@@ -28,9 +28,9 @@ from headwater.common.errors import (
     TaskFailed,
 )
 from headwater.common.messages import Update
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import AlgorithmSettings
 from headwater.common.settings.sources import load
+from headwater.common.user_code.run_scope import run_scope
 from headwater.server.rounds.round_row import RoundRow
 from tests.python_tasks import SIGNS, Signs
 from tests.tasks import TwoLayers, examples, gradient_sum

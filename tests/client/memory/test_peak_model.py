@@ -30,7 +30,7 @@ from headwater.client.memory.peak_model import (
 )
 from headwater.common.stats.linear_fit import Line
 from headwater.common.system.heap import release_freed_memory
-from headwater.common.user_code import is_allocation_failure
+from headwater.common.user_code.failures import is_allocation_failure
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage, build_model
-from headwater.common.run_scope import run_scope
 from headwater.common.settings import schema as settings
+from headwater.common.user_code.run_scope import run_scope
 from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
 from tests.tasks import TwoLayers
 

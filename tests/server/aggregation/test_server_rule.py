@@ -13,8 +13,8 @@ import headwater
 from examples.extensions.server_rules import Lion, signum
 from headwater.common.errors import SettingsError, TaskFailed
 from headwater.common.model.parameters import build_model
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
+from headwater.common.user_code.run_scope import run_scope
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.rounds.round_row import RoundRow
 from tests.python_tasks import Signs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from headwater.common.errors import ModelMismatch, SettingsError, TaskError
 from headwater.common.model.parameters import ModelImage, build_model
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.sources import load
+from headwater.common.user_code.run_scope import run_scope
 from headwater.server.rounds.initial_model import load_initial
 from headwater.server.rounds.run_state import Training
 from tests.python_tasks import Signs

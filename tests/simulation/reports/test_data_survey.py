@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.additivity.trial_state import random_state
-from headwater.common.run_scope import run_scope
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
+from headwater.common.user_code.run_scope import run_scope
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.fleet.identities import identities_of
 from headwater.simulation.reports.data_survey import DeviceSurvey, survey_devices

@@ -19,15 +19,15 @@ from pathlib import Path, PureWindowsPath
 from types import ModuleType
 from typing import Any
 
-from headwater.common.bundled_examples import existing_or_bundled, expanded
 from headwater.common.errors import UnknownTask
-from headwater.common.task_import import (
+from headwater.common.user_code.bundled_examples import existing_or_bundled, expanded
+from headwater.common.user_code.failures import is_users
+from headwater.common.user_code.task_import import (
     explained,
     import_task_module,
     module_of_file,
     module_of_name,
 )
-from headwater.common.user_code import is_users
 
 METHODS = ("new_model", "train_examples", "loss_sum")
 FORMS = "path/to/my_task.py:MyTask or package.module:MyTask"

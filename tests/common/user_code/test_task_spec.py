@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import UnknownTask
-from headwater.common.task_spec import (
+from headwater.common.user_code.task_spec import (
     code_at,
     find_task,
     find_task_class,

@@ -18,7 +18,7 @@ from types import TracebackType
 from headwater.common.errors import HeadwaterError, TaskFailed, system_remedy
 
 # In a working copy the package is a folder of links: a file has two paths.
-_ROOTS = {Path(__file__).parent.parent, Path(__file__).resolve().parent.parent}
+_ROOTS = {Path(__file__).parents[2], Path(__file__).resolve().parents[2]}
 _OURS = tuple(
     f"{root / folder}{os.sep}"
     for root in _ROOTS

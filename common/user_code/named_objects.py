@@ -2,7 +2,7 @@
 
 ``FILE.py:Name`` names something in a file, ``package.module:Name`` something in a module that
 Python can import. If a Python caller gave an object under that name, it is found first
-(``common.run_scope``).
+(``common.user_code.run_scope``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from headwater.common.errors import FeatureMissing, SettingsError, UnknownObject, UnknownTask
-from headwater.common.run_scope import object_named
-from headwater.common.task_spec import import_place, split_place
-from headwater.common.user_code import described
+from headwater.common.user_code.failures import described
+from headwater.common.user_code.run_scope import object_named
+from headwater.common.user_code.task_spec import import_place, split_place
 
 FORMS = "name it as path/to/file.py:Name or package.module:Name"
 

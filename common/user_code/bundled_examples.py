@@ -8,7 +8,7 @@ from headwater.common.errors import SettingsError
 
 EXAMPLES = "examples"
 # The checkout, a Flower bundle, or the installed package: each has a folder of this name.
-HOME = Path(__file__).resolve().parents[1]
+HOME = Path(__file__).resolve().parents[2]
 
 
 def existing_or_bundled(path: Path) -> Path:

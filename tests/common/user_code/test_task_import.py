@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import UnknownTask
-from headwater.common.task_spec import find_task_class
+from headwater.common.user_code.task_spec import find_task_class
 
 METHODS = """
     def new_model(self): ...

@@ -22,10 +22,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from headwater.common.bundled_examples import is_bundled
 from headwater.common.errors import UnknownTask, system_remedy
-from headwater.common.run_scope import MAIN_GUARD, import_of, note_modules
-from headwater.common.user_code import is_installed, user_frames
+from headwater.common.user_code.bundled_examples import is_bundled
+from headwater.common.user_code.failures import is_installed, user_frames
+from headwater.common.user_code.run_scope import MAIN_GUARD, import_of, note_modules
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 
-from headwater.common.run_scope import cached_in_scope, object_named, run_scope
+from headwater.common.user_code.run_scope import cached_in_scope, object_named, run_scope
 
 
 class Costly:

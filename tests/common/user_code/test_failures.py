@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from headwater.common.errors import MissingData, TaskFailed
 from headwater.common.task import load_task, open_train_examples
-from headwater.common.user_code import MAX_FRAMES, described, running, user_frames
+from headwater.common.user_code.failures import MAX_FRAMES, described, running, user_frames
 
 HERE = Path(__file__).name
 
