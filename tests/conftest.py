@@ -70,6 +70,18 @@ def short_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
+def draws_curves() -> None:
+    """Let a test's runs draw curves.png, which takes three quarters of a small run's time."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no curves.png where no test is about it."""
+    if "draws_curves" not in request.fixturenames:
+        monkeypatch.setattr("headwater.server.operations.round_log._draw", lambda *_: None)
+
+
+@pytest.fixture
 def a_process_of_its_own() -> Iterator[None]:
     """Begin without updates, and without what another test learned of the task."""
     from headwater.client.trainer.run_trainer import trainer_of

@@ -155,12 +155,14 @@ def drawn(folder: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 3)
     width, height = drawn(tmp_path)
     assert width > height > 100
 
 
+@pytest.mark.usefixtures("draws_curves")
 @pytest.mark.parametrize("loss", [-1.0, float("nan")])
 def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
     round_log = opened(tmp_path)
@@ -170,6 +172,7 @@ def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
     drawn(tmp_path)
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 2)
     lines = [json.loads(line) for line in (tmp_path / ROUNDS).read_text().splitlines()]
@@ -182,6 +185,7 @@ def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     drawn(tmp_path)
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_metrics_with_hostile_names_are_drawn(tmp_path: Path) -> None:
     """A name with two dollar signs was read as a formula, and ended the run with an error."""
     round_log = opened(tmp_path)
@@ -190,6 +194,7 @@ def test_metrics_with_hostile_names_are_drawn(tmp_path: Path) -> None:
     drawn(tmp_path)
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_a_plot_that_cannot_be_written_does_not_hide_the_error_before_it(tmp_path: Path) -> None:
     round_log = opened(tmp_path)
     round_log.stepped(row(1, *CLIENTS))
@@ -197,6 +202,7 @@ def test_a_plot_that_cannot_be_written_does_not_hide_the_error_before_it(tmp_pat
     round_log.ended()
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_a_run_without_a_round_draws_nothing(tmp_path: Path) -> None:
     opened(tmp_path).ended()
     assert not (tmp_path / CURVES).exists()
