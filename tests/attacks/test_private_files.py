@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,11 @@ import pytest
 import headwater
 from headwater.common.errors import CheckpointCorrupt
 from headwater.server.standby.term_record import TermRecord
-from tests.processes import ROOT, free_port
+from tests.processes import Processes, port_of
 from tests.python_tasks import SIGNS
 
-
-def opened(module: str, *flags: object) -> subprocess.Popen[bytes]:
-    """Start a command under a umask that takes nothing away."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, flags)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: os.umask(0),
-    )
+UMASK: dict[str, Any] = {"prepare": partial(os.umask, 0)}
+"""Start a command under a umask that takes nothing away."""
 
 
 def for_others(folder: Path) -> list[str]:
@@ -43,25 +35,26 @@ PLAN = ("--task", SIGNS, "--accumulation-steps", 2, "--micro-batch-size", 4, "--
 def test_a_simulation_s_files_are_its_user_s(tmp_path: Path) -> None:
     out = tmp_path / "out"
     more = ("--clients", 3, "--local-parameters", "2.*", "--out", out)
-    done = opened("headwater.simulation", *PLAN, *more)
-    assert done.wait(60) == 0
+    with Processes(tmp_path / "logs") as processes:
+        processes.run("simulation", *PLAN, *more, **UMASK).succeed()
     assert for_others(out) == []
 
 
 @pytest.mark.slow
 def test_a_server_s_and_a_client_s_files_are_their_users(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    served = ("--listen", address, "--min-clients", 2, "--out", tmp_path / "out")
-    running = [opened("headwater.server", *PLAN, *served)]
-    for part in range(2):
-        where = ("--server", address, "--name", f"pi{part}", "--part", part, "--num-parts", 2)
-        state = ("--state", tmp_path / f"state{part}")
-        running.append(opened("headwater.client", "--task", SIGNS, *where, *state, "--once"))
-    assert [process.wait(60) for process in running] == [0, 0, 0]
+    states = [tmp_path / f"state{part}" for part in range(2)]
+    with Processes(tmp_path / "logs") as processes:
+        served = ("--min-clients", 2, "--out", tmp_path / "out")
+        server = processes.server(*PLAN[2:], *served, task=SIGNS, **UMASK)
+        clients = [
+            processes.client(port_of(server), part, "--state", state, task=SIGNS, **UMASK)
+            for part, state in enumerate(states)
+        ]
+        for process in (server, *clients):
+            process.succeed()
     assert for_others(tmp_path / "out") == []
-    for part in range(2):
-        state_folder = tmp_path / f"state{part}"
-        assert [p for p in state_folder.rglob("*") if stat.S_IMODE(p.stat().st_mode) & 0o077] == []
+    for state in states:
+        assert [p for p in state.rglob("*") if stat.S_IMODE(p.stat().st_mode) & 0o077] == []
 
 
 def test_a_call_from_python_leaves_its_caller_s_umask(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.features import train_round
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity, TrainingContext
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window
+from headwater.client.training.spool import Spool
 from headwater.common.errors import EmptyUpdate
+from headwater.common.messages import Plan
 from tests.client.training.power_cuts import (
     CutOff,
     PowerCut,
@@ -31,7 +33,7 @@ from tests.client.training.power_cuts import (
     seen_by,
     spool,
 )
-from tests.processes import ROOT
+from tests.processes import ended
 from tests.tasks import NAN_LOSS, RAISES_BACKWARD, examples
 from tests.training_contexts import FakeMemory, plan, training_context
 
@@ -175,47 +177,34 @@ def test_a_window_that_fails_leaves_no_spool(tmp_path: Path) -> None:
     assert not kept.path.exists()
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from headwater.client.device.hardware import ThisMachine
-from headwater.client.training.sampler import SamplerState
-from headwater.client.training.context import Identity
-from headwater.client.trainer.trainer import Trainer
-from headwater.client.training.spool import Spool
-from headwater.common.messages import Plan
+def train_or_die(folder: str, kill_at: int) -> None:
+    """Train a window in a process of its own; it kills itself at a micro-batch, from 0."""
+    torch.set_num_threads(1)
+    home = Trainer("tests/laws/architectures.py:Ragged", batch_norm=None, check_task=False)
+    plain, num_seen = home.task.loss_sum, [0]
 
-folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-home = Trainer("tests/laws/architectures.py:Ragged", batch_norm=None, check_task=False)
-plain, num_seen = home.task.loss_sum, [0]
+    def loss_sum(model: nn.Module, batch: Any) -> Any:
+        if num_seen[0] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        num_seen[0] += 1
+        return plain(model, batch)
 
-def loss_sum(model, batch):
-    if num_seen[0] == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    num_seen[0] += 1
-    return plain(model, batch)
-
-object.__setattr__(home.task, "loss_sum", loss_sum)
-plan = Plan(round=1, run_seed=3, model_version=0, quota=38, micro_batch_size=4)
-kept = Spool(folder, name="pi", run_id=1, every_seconds=0.0, max_share=1e9)
-identity = Identity(name="pi", data=None, part=0, num_parts=1)
-update, _ = home.train(identity, ThisMachine(), plan, SamplerState(), spool=kept)
-print(num_seen[0], update.report.weight, update.values_P.numpy().tobytes().hex())
-"""
+    object.__setattr__(home.task, "loss_sum", loss_sum)
+    chosen = Plan(round=1, run_seed=3, model_version=0, quota=38, micro_batch_size=4)
+    kept = Spool(Path(folder), name="pi", run_id=1, every_seconds=0.0, max_share=1e9)
+    identity = Identity(name="pi", data=None, part=0, num_parts=1)
+    update, _ = home.train(identity, ThisMachine(), chosen, SamplerState(), spool=kept)
+    found = [num_seen[0], update.report.weight, update.values_P.numpy().tobytes().hex()]
+    Path(folder, "found").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
 def test_a_killed_client_resumes_its_window_to_the_same_bits(tmp_path: Path) -> None:
-    def run(folder: str, kill_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED, str(tmp_path / folder), str(kill_at)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    uninterrupted = run("uninterrupted", -1).stdout.split()
-    num_steps = int(uninterrupted[0])
+    whole, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert ended(train_or_die, str(whole), -1) == 0
+    num_steps, *sums = json.loads((whole / "found").read_text())
     assert num_steps > 6
-    assert run("broken", 6).returncode == -signal.SIGKILL
-    assert (tmp_path / "broken" / "pi-1.safetensors").exists()
-    assert run("broken", -1).stdout.split() == [str(num_steps - 6), *uninterrupted[1:]]
+    assert ended(train_or_die, str(broken), 6) == -signal.SIGKILL
+    assert (broken / "pi-1.safetensors").exists()
+    assert ended(train_or_die, str(broken), -1) == 0
+    assert json.loads((broken / "found").read_text()) == [num_steps - 6, *sums]
