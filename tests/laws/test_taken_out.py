@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,9 +61,8 @@ def test_every_feature_can_be_taken_out() -> None:
     assert ROOMS.keys() - FLAGS.keys() <= ALWAYS
 
 
-def copy_without(feature: str, target: Path) -> Path:
-    """Copy the packages but for a feature's rooms, with links to the files and their bytecode."""
-    gone = ROOMS[feature]
+def copy_without(gone: tuple[str, ...], target: Path) -> Path:
+    """Copy the packages but for some rooms, with links to the files and their bytecode."""
     for package in (*PACKAGES, "examples"):
         for path in (ROOT / package).rglob("*"):
             name = str(path.relative_to(ROOT))
@@ -84,7 +81,7 @@ def test_a_plain_run_does_without_a_feature_s_folders(
     feature: str, tmp_path: Path, whole: Path, bare: BareProcess
 ) -> None:
     plain = (*PLAIN, "--out", str(tmp_path / "out"))
-    done = bare.simulate(copy_without(feature, tmp_path), plain)
+    done = bare.simulate(copy_without(ROOMS[feature], tmp_path), plain)
     assert done.returncode == 0, done.stderr
     found, expected = (load_file(one / "out" / "model.safetensors") for one in (tmp_path, whole))
     assert all((found[name] == expected[name]).all() for name in expected)
@@ -104,15 +101,9 @@ def bare() -> Iterator[BareProcess]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, bare: BareProcess) -> Path:
     """The folder of the plain run with everything."""
     folder = tmp_path_factory.mktemp("whole")
-    done = subprocess.run(
-        [sys.executable, "-m", "headwater.simulation.cli", *PLAIN, "--out", folder / "out"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = bare.simulate(copy_without((), folder), (*PLAIN, "--out", str(folder / "out")))
     assert done.returncode == 0, done.stderr
     return folder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headwater.common.system.json_logs import FIELDS, JsonFormatter, LineStream, rfc3339
-from tests.commands import python
+from tests.processes import Processes
 
 
 def formatted(message: str, *args: object, **more: Any) -> dict[str, Any]:
@@ -83,7 +83,8 @@ def test_a_line_stream_passes_on_complete_lines_that_are_not_blank() -> None:
 def test_all_output_of_a_command_is_json_on_stderr(package: str, tmp_path: Path) -> None:
     own = ["--listen", "127.0.0.1:0", "--out", str(tmp_path)] if package == "server" else []
     arguments = ["--log-format", "json", "--task", "nowhere.py:Task", *own]
-    ended = python("-m", package, *arguments, status=2)
+    with Processes(tmp_path / "logs") as processes:
+        ended = processes.complete(package, *arguments, status=2)
     assert not ended.stdout
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
     assert lines[-1]["code"] == "UnknownTask"

@@ -8,11 +8,13 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from headwater.common.system.lasting_output import LastingStream, lasting_output
+from tests.processes import Processes
 
 
 class FullDisk(io.StringIO):
@@ -73,25 +75,38 @@ def test_the_streams_are_as_before_after_the_last_of_several_runs() -> None:
     assert (sys.stdout, sys.stderr) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["/dev/full", "a pipe without a reader", "closed"])
-@pytest.mark.parametrize("more", [["--engine", "in-process"], ["--engine", "grpc"]])
-def test_a_simulation_ends_well_without_its_output(
-    output: str, more: list[str], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "headwater.simulation.cli", "--out", str(tmp_path / "run")]
-    command += ["--clients", "1", "--rounds", "2", *more, "-v"]
-    reader, writer = os.pipe()
+FLAGS = ("--clients", "1", "--rounds", "2", "-v")
+ENGINES = pytest.mark.parametrize("engine", ["in-process", "grpc"])
+
+
+def write_to(output: str) -> None:
+    """Replace what this process writes to."""
+    reader, descriptor = os.pipe()
     os.close(reader)
     if output == "/dev/full":
-        if not Path(output).exists():
-            pytest.skip("this system has no /dev/full")
-        os.close(writer)
-        writer = os.open(output, os.O_WRONLY)
-    if output == "closed":
-        command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
-    try:
-        ended = subprocess.run(command, stdout=writer, stderr=writer, timeout=200, check=False)
-    finally:
-        os.close(writer)
-    assert ended.returncode == 0
+        descriptor = os.open(output, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["/dev/full", "a pipe without a reader"])
+@ENGINES
+def test_a_simulation_ends_well_whose_output_fails(
+    output: str, engine: str, tmp_path: Path
+) -> None:
+    if output == "/dev/full" and not Path(output).exists():
+        pytest.skip("this system has no /dev/full")
+    flags = (*FLAGS, "--engine", engine, "--out", tmp_path / "run")
+    with Processes(tmp_path) as processes:
+        process = processes.start("simulation", *flags, prepare=partial(write_to, output))
+        assert process.wait() == 0
+
+
+@pytest.mark.slow
+@ENGINES
+def test_a_simulation_ends_well_without_an_output(engine: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headwater.simulation.cli", "--out", str(tmp_path / "run")]
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command, *FLAGS, "--engine", engine]
+    assert subprocess.run(command, timeout=200, check=False).returncode == 0
