@@ -81,6 +81,15 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("headwater.server.operations.round_log._draw", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of simulations, which else import torch, where no test is about them."""
+    if {"compute", "engines"}.isdisjoint(request.path.parts):
+        from tests.forked_workers import fork_workers
+
+        fork_workers(monkeypatch)
+
+
 @pytest.fixture
 def a_process_of_its_own() -> Iterator[None]:
     """Begin without updates, and without what another test learned of the task."""

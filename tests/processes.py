@@ -73,6 +73,8 @@ PRELOADED = [
     "headwater.server.secagg.masked_rounds",
     "headwater.server.secagg.planning.share_limit",
     "headwater.server.tracking.tensorboard_tracker",
+    "headwater.simulation.compute.local_workers",
+    "headwater.simulation.engines.fork_server",
     "headwater.simulation.engines.shared_round",
     "headwater.simulation.reports.fault_summary",
     "headwater.simulation.reports.fleet_summary",
@@ -416,11 +418,16 @@ def work_in(folder: Path) -> None:
 
 def ended(target: Callable[..., object], *arguments: object) -> int:
     """Call a function in a process of its own, and return how that ended."""
-    child = _nursery().Process(target=target, args=arguments)
+    child = preloaded_process(target, *arguments)
     child.start()
     child.join(WAIT_SECONDS)
     assert child.exitcode is not None, f"{target} did not end"
     return int(child.exitcode)
+
+
+def preloaded_process(target: Callable[..., object], *arguments: object) -> Any:
+    """Return a ``multiprocessing.Process`` with torch in it, which is not started yet."""
+    return _nursery().Process(target=target, args=arguments)
 
 
 def port_of(server: Process) -> int:
