@@ -126,11 +126,8 @@ def train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring_bits", [16, 32])
-def test_a_count_of_2_to_the_62_costs_one_round_and_names_its_device(
-    tmp_path: Path, ring_bits: int
-) -> None:
-    rows, fleet = train(tmp_path, clients=12, liars={"5"}, ring_bits=ring_bits)
+def test_a_count_of_2_to_the_62_costs_one_round_and_names_its_device(tmp_path: Path) -> None:
+    rows, fleet = train(tmp_path, clients=12, liars={"5"}, ring_bits=16)
     assert [row.round for row in rows] == list(range(1, 9))
     assert [row.num_aborted for row in rows] == [1, *[0] * 7]
     assert set(rows[-1].left_out) == {"5"}
@@ -140,7 +137,7 @@ def test_a_count_of_2_to_the_62_costs_one_round_and_names_its_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "ring_bits"), [(1, 16), (1, 32), (5, 32)])
+@pytest.mark.parametrize(("first", "ring_bits"), [(1, 16), (5, 32)])
 def test_a_vector_of_the_ring_s_largest_values_moves_no_model_and_names_its_device(
     tmp_path: Path, first: int, ring_bits: int
 ) -> None:
