@@ -87,28 +87,27 @@ def test_a_run_until_ctrl_c_and_its_continuation(tmp_path: Path) -> None:
     assert len(lines.read_text().splitlines()) == number + 1
 
 
+SHELLS = {
+    "bash": {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"},
+    "zsh": {"_TYPER_COMPLETE_ARGS": "{}"},
+    "fish": {"_TYPER_COMPLETE_ARGS": "{}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+}
+
+
 @pytest.mark.parametrize(
-    ("shell", "asks"),
+    ("shell", "typed", "meant"),
     [
-        ("bash", {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "{}"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "{}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+        ("bash", "headwater sim", "simulate"),
+        ("bash", "headwater server dr", "drain"),
+        ("bash", "headwater simulate --accumulation", "--accumulation-steps"),
+        ("bash", "headwater compare --bud", "--budget"),
+        ("zsh", "headwater server dr", "drain"),
+        ("fish", "headwater compare --bud", "--budget"),
     ],
 )
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("headwater sim", "simulate"),
-        ("headwater server dr", "drain"),
-        ("headwater simulate --accumulation", "--accumulation-steps"),
-        ("headwater compare --bud", "--budget"),
-    ],
-)
-def test_a_shell_completes_subcommands_and_flags(
-    shell: str, asks: dict[str, str], typed: str, meant: str
-) -> None:
+def test_a_shell_completes_subcommands_and_flags(shell: str, typed: str, meant: str) -> None:
     last = str(len(typed.split()) - 1)
-    given = {key: value.format(typed, last=last) for key, value in asks.items()}
+    given = {key: value.format(typed, last=last) for key, value in SHELLS[shell].items()}
     found = run(_HEADWATER_COMPLETE=f"complete_{shell}", **given)
     assert meant in found.stdout
 
