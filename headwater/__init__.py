@@ -11,6 +11,7 @@ one, name it three times: for type checkers, in ``__all__``, and in ``_MODULES``
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from threading import RLock
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from headwater.simulation.api import simulate
     from headwater.simulation.compare.api import Compared, compare
 
-__version__ = "0.1.0"
 __all__ = [
     "Adapted",
     "Calibration",
@@ -120,6 +120,26 @@ _HERE = Path(__file__).resolve().parent
 if not (_HERE / "common").is_dir():
     # A Flower bundle, or a checkout on a file system without symbolic links: the rooms are beside.
     __path__.append(str(_HERE.parent))
+
+
+def _version(beside: Path) -> str:
+    """Return the version of the project file here, else of the installed package.
+
+    A checkout and a Flower bundle have the file, and may differ from what is installed; a wheel has
+    none, and what lies in site-packages may be another project's.
+    """
+    try:
+        text = (beside / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    if found := re.search(r'^name = "headwater"\nversion = "(.+)"$', text, re.MULTILINE):
+        return found[1]
+    from importlib.metadata import version  # slow
+
+    return version("headwater")
+
+
+__version__ = _version(_HERE.parent)
 
 if not TYPE_CHECKING:  # for a type checker, every other name would exist and be of type Any
 

@@ -137,6 +137,22 @@ def test_a_checkout_without_symbolic_links_runs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_project", [True, False])
+def test_the_version_is_that_of_the_files_that_run(
+    tmp_path: Path, installed: Installed, has_project: bool
+) -> None:
+    """A Flower bundle has its project file; beside a wheel lies at most that of another project."""
+    name, version = ("headwater", "7.8.9") if has_project else ("other", headwater.__version__)
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "7.8.9"\n')
+    (tmp_path / "headwater").mkdir()
+    shutil.copy(ROOT / "headwater" / "__init__.py", tmp_path / "headwater")
+    done = installed.run(
+        "python", "-c", "import headwater as it; print(it.__version__)", folder=tmp_path
+    )
+    assert done.stdout.split() == [version]
+
+
+@pytest.mark.slow
 def test_the_wheel_adds_one_name_to_site_packages(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as wheel:
         names = wheel.namelist()
