@@ -18,7 +18,7 @@ TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if plat
 # and so are pytest's assertions in each of its workers: a quarter of a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-long lint types install install-client install-dev docs site pictures proto constraints hashes digests clean
+.PHONY: demo test test-slow test-long lint types install install-client install-dev docs site pictures proto constraints hashes digests release notes clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0 --page-stays 60
@@ -109,5 +109,30 @@ digests:
 	$(PYTHON) deploy/pin_images.py
 	git diff --stat deploy
 
+# The source and the wheel of a version in dist/, tried in an environment of their own. With TAG=v1.2.3 it must be that
+# version. Of git it makes nothing: CONTRIBUTING.md says what comes next.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+TAG ?= v$(VERSION)
+RELEASE := build/release
+REFUSE = { echo "make release: $(1)" >&2; exit 1; }
+release:
+	@[ -z "$$(git status --porcelain)" ] || $(call REFUSE,UncommittedChanges: commit or remove what git status lists)
+	@[ "$(TAG)" = "v$(VERSION)" ] || $(call REFUSE,OtherTag: $(TAG) is not v$(VERSION); set the version in pyproject.toml or move the tag)
+	@grep -q "^## $(VERSION) (" CHANGELOG.md || $(call REFUSE,NoHeading: write '## $(VERSION) (DATE)' into CHANGELOG.md)
+	@grep -q "^version: $(VERSION)$$" CITATION.cff || $(call REFUSE,OtherCitation: write version and date into CITATION.cff)
+	rm -rf $(RELEASE) dist
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install --quiet --constraint constraints.txt "build>=1.2,<2" "twine>=6.1,<8"
+	$(RELEASE)/tools/bin/python -m build --quiet
+	$(RELEASE)/tools/bin/twine check --strict dist/*
+	$(MAKE) VENV=$(RELEASE)/tried $(RELEASE)/tried/.torch
+	$(RELEASE)/tried/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd $(RELEASE) && tried/bin/headwater --help && tried/bin/headwater --version
+	cd $(RELEASE) && tried/bin/python -I -c "import headwater; [getattr(headwater, it) for it in headwater.__all__]"
+
+# What the version changed, by CHANGELOG.md.
+notes:
+	@awk '/^## / { is_ours = $$2 == "$(VERSION)" } is_ours' CHANGELOG.md
+
 clean:
-	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
