@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from headwater.common.settings.introspection import all_settings, keyword_of
 from headwater.common.settings.sources import replacement_of
 
+SET = "--set"
+"""A flag that each command with settings has."""
 OF_CLIENT = "--server"
 """A flag that the client has alone."""
 MAIN_COMMANDS = ("server", "client", "simulate")
@@ -34,6 +36,8 @@ ELSEWHERE = {
     "--model-name": _MODEL,
     "--num-clients": _CLIENTS,
     "--num-epochs": _EPOCHS,
+    "--port": "an address has its port: --listen HOST:PORT of headwater-server, --server HOST:PORT "
+    "of headwater-client; `headwater-server init` writes it into server.toml as server.listen",
 }
 
 _PASS = "effective_batch_size=N is what one step sums over all clients, micro_batch_size=N one pass"
@@ -82,7 +86,8 @@ def flag_hint(flag: str, own: list[str]) -> str:
     """Return what to write in place of an unknown flag, as a sentence; "" if nothing is near.
 
     Of a flag that other commands have, or nearly have, these are named. ``own`` are the flags of
-    the command that was called.
+    the command that was called. One without settings has flags of its own, which no flag of another
+    command comes near to.
     """
     others: dict[str, set[str]] = {}
     for setting in all_settings().values():
@@ -92,7 +97,8 @@ def flag_hint(flag: str, own: list[str]) -> str:
         return replacement
     if flag in ELSEWHERE:
         return f" {ELSEWHERE[flag][0].upper()}{ELSEWHERE[flag][1:]}."
-    names = {name.removeprefix("--"): name for name in (*others, *own) if others.get(name, own)}
+    known = (*others, *own) if SET in own else (*(others.keys() & {flag}), *own)
+    names = {name.removeprefix("--"): name for name in known if others.get(name, own)}
     near = get_close_matches(flag.removeprefix("--"), names, n=1)
     if not near:
         return ""

@@ -328,6 +328,9 @@ def test_a_removed_flag_says_what_replaced_it(app: typer.Typer, flag: str, remed
             "Did you mean '--learning-rate'? --learning-rate is an option of headwater-server and "
             "headwater-simulate" + LEAVE_OUT,
         ),
+        ("server", "status --rout 3", "No such option '--rout'. Did you mean '--out'?"),
+        ("server", "init --parts 3", "No such option '--parts'."),
+        ("server", "init --port 8600", "writes it into server.toml as server.listen."),
         ("client", "chek", "No such command 'chek'. Did you mean 'check'?"),
         ("client", "--name a chek --part 1", "No such command 'chek'. Did you mean 'check'?"),
     ],
