@@ -1,4 +1,4 @@
-"""Checks that a device reaches its server, by a TCP connection and a TLS handshake.
+"""Checks that a device reaches its server, by a TCP connection, a TLS handshake and a health check.
 
 No hello is sent: a second stream under this device's name could displace the first.
 """
@@ -16,6 +16,7 @@ from cryptography import x509
 from headwater.client.device.host_name import host_name
 from headwater.client.enrolment.signing_identity import check_enrolment
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
+from headwater.client.operations.health_call import is_answered
 from headwater.common.errors import HeadwaterError
 from headwater.common.settings.schema import Settings
 from headwater.common.transport.certificates import common_name_in
@@ -109,7 +110,7 @@ def check_certificate(leaf: x509.Certificate, name: str, now: dt.datetime) -> Fi
 
 
 def check_handshake(plain: socket.socket, host: str, port: int, settings: Settings) -> Finding:
-    """Shake hands as the client does, and wait for the server's first bytes as its acceptance."""
+    """Shake hands as the client does, and ask for the server's health: an answer accepts it."""
     tls = settings.tls
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -122,7 +123,7 @@ def check_handshake(plain: socket.socket, host: str, port: int, settings: Settin
         with context.wrap_socket(plain, server_hostname=host) as secure:
             version = secure.version()
             # In TLS 1.3 a refusal arrives after an apparent success (RFC 8446, section 4.4).
-            if secure.recv(1):
+            if is_answered(secure):
                 return good("TLS", f"mutual, {version}; the server accepted this device")
             text = "the server closed the connection after the handshake"
     except ssl.SSLCertVerificationError as error:

@@ -33,6 +33,7 @@ from headwater.client.operations.findings import Finding
 from headwater.client.task_bundles.kept_tasks import taken
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import ClientSettings, Settings
+from headwater.server.transport import listener
 from tests.attacks.raw import serving
 from tests.certificates import credentials_of, make_folder, tls_of
 from tests.task_bundles.bundles import new_key, publish_code
@@ -252,6 +253,28 @@ def test_an_enrolled_device_completes_the_handshake(tmp_path: Path) -> None:
     found = looked_at(tmp_path, "pi")
     assert [finding.grade for finding in found] == ["good"] * 3, found
     assert "TLSv1.3; the server accepted this device" in found[-1].text
+
+
+async def refused_after_doctor(certs: Path) -> int:
+    """Return how many strangers a server counts after a device's look and one silent connection."""
+    async with serving(credentials=credentials_of(certs, "server")) as run:
+        client = ClientSettings(server=f"localhost:{run.port}", name="pi")
+        settings = Settings(client=client, tls=tls_of(certs, "pi"))
+        found = await asyncio.to_thread(lambda: list(check_connection(settings)))
+        assert {finding.grade for finding in found} == {"good"}
+        _, silent = await asyncio.open_connection("127.0.0.1", run.port)
+        while not (number := run.refusals["NoStream"]):
+            await asyncio.sleep(0.05)
+        silent.close()
+        return number
+
+
+def test_the_server_does_not_count_the_device_that_looks_among_the_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1)
+    make_folder(tmp_path, "pi")
+    assert asyncio.run(refused_after_doctor(tmp_path)) == 1
 
 
 def test_another_authority_on_either_side_is_a_fault(tmp_path: Path) -> None:
