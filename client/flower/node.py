@@ -162,6 +162,7 @@ class Node:
             return NodeAnswer(message_id=message_id, error=UnexpectedUpdate(NOT_ASKED))
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
+        self.counters.has_plan |= message_type == "train"
         try:
             # A model always as a view: this process stays, and keeps no update for another one.
             seen = memoryview(payload) if payload and message_type == "train" else payload
@@ -176,7 +177,8 @@ class Node:
             log.exception("the instruction could not be carried out")
             return NodeAnswer(message_id=message_id, error=error_of(*travelling(error)))
         if reply.has_error():
-            return NodeAnswer(message_id=message_id, error=self._error_of(reply))
+            self.counters.refusal = self._error_of(reply)
+            return NodeAnswer(message_id=message_id, error=self.counters.refusal)
         if message_type == "train":
             self._count(reply.content)
         return NodeAnswer(

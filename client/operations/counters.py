@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from headwater.common.errors import HeadwaterError
 from headwater.common.messages import ReadyReport, UpdateReport
 
 # A fast laptop's window takes a tenth of a second, a Raspberry Pi's up to its deadline.
@@ -31,6 +32,10 @@ class Counters:
     num_within: list[int] = field(default_factory=lambda: [0] * (len(UPDATE_SECONDS) + 1))
     """Updates per bucket of ``UPDATE_SECONDS``; the last entry counts the slower ones."""
     stops: Counter[str] = field(default_factory=Counter)
+    has_plan: bool = False
+    """Whether a server has planned something for this device."""
+    refusal: HeadwaterError | None = None
+    """Why the last answer did not count, here or by the server's word; None since an update."""
     _had_contact: bool = False
 
     def connected(self) -> None:
@@ -48,7 +53,7 @@ class Counters:
         A masked update adds nothing else: the server's operator may be able to read this page, and
         the masks hide all other numbers from the server.
         """
-        self.num_updates += 1
+        self.num_updates, self.refusal = self.num_updates + 1, None
         if isinstance(report, ReadyReport):
             return
         self.seconds += report.seconds

@@ -20,6 +20,7 @@ import grpc.aio
 from headwater import __version__
 from headwater.client.device.owner_limits import OwnerLimits
 from headwater.client.flower.node import Node
+from headwater.client.operations.counters import Counters
 from headwater.client.transport.certificate import DeviceCertificate
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
@@ -103,6 +104,11 @@ class Connection:
     def has_trained(self) -> bool:
         """Whether the device has carried out a plan."""
         return self._node.counters.num_updates > 0
+
+    @property
+    def counters(self) -> Counters:
+        """What the device has done, and why its last answer did not count."""
+        return self._node.counters
 
     @property
     def is_stopping(self) -> bool:
@@ -333,6 +339,8 @@ async def stay_connected(
             if after_seconds:
                 await connection.wait_after_change(after_seconds)
             await _unless_other_task(connection, connection.run, stay=stay)
+            if not connection.is_stopping:
+                _warn_of_absence(connection.counters)
             if stay is not False and not connection.is_stopping:
                 log.warning(
                     "the run has ended; this device waits for the next one%s",
@@ -344,6 +352,22 @@ async def stay_connected(
                 await _unless_other_task(connection, connection.run_next, stay=stay)
     finally:
         await last_events()
+
+
+def _warn_of_absence(counters: Counters) -> None:
+    """Log at a run's end that this device was in no round, or that its last answer did not count.
+
+    The end alone would look like success.
+    """
+    if (error := counters.refusal) is not None:
+        log.warning("this device's last answer did not count: %s: %s", error.code, error)
+        if error.remedy:
+            log.warning("remedy: %s", error.remedy)
+    elif not counters.has_plan:
+        log.warning(
+            "this device was in no round: it connected too late, or was left out; on the server, "
+            "`headwater-server plan --out DIR --explain` says why"
+        )
 
 
 async def _unless_other_task(

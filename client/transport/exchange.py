@@ -218,6 +218,8 @@ class Exchange:
         is_expected = self._is_phase and isinstance(error, LateUpdate | UnexpectedUpdate)
         level = logging.DEBUG if is_expected else logging.WARNING
         log.log(level, "the server refused the update: %s: %s", error.code, error)
+        if not is_expected:
+            self._node.counters.refusal = error
         if fault.message_id == self._message_id:
             self._abort()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.server.operations import orders
-from tests.processes import Processes, assert_tidy, free_port, rows, until, write_task
+from tests.processes import Processes, assert_tidy, free_port, port_of, rows, until, write_task
 from tests.statistics.measured import HOUSES
 
 pytestmark = pytest.mark.slow
@@ -36,6 +36,31 @@ def test_a_device_waits_for_the_server_that_was_drained(tmp_path: Path) -> None:
         assert_tidy(device)
         assert "0: done" in device.text()
         assert "trying again" not in device.text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--secure-aggregation", "semi-honest"), "did not count: MaskingRequired"),
+        (("--label", "site=elsewhere"), "this device was in no round"),
+    ],
+)
+def test_a_device_that_no_round_counted_learns_why_at_the_end(
+    tmp_path: Path, flags: tuple[str, ...], told: str
+) -> None:
+    task = write_task(tmp_path).spec
+    with Processes(tmp_path) as processes:
+        given = ("--devices", "site=here") if "--label" in flags else ()
+        server = processes.server("--rounds", 200, *PLAN, *given, task=task)
+        port = port_of(server)
+        without = processes.client(port, 1, *flags, task=task)
+        without.wait_for(f"server 127.0.0.1:{port}")
+        trained = processes.client(port, 0, *("--label", "site=here"), task=task)
+        server.succeed()
+        assert trained.wait() == without.wait() == 0
+        assert told in without.text()
+        assert "did not count" not in trained.text()
+        assert "in no round" not in trained.text()
 
 
 def test_a_device_that_waited_takes_no_statistics_into_the_next_run(tmp_path: Path) -> None:
