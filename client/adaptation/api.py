@@ -27,7 +27,7 @@ from headwater.common.user_code.run_scope import forget_changed_modules
 
 def adapt(
     model: str | Path,
-    task: Task | type[Task] | str | None = None,
+    task: Task | type[Task] | str | Path | None = None,
     *,
     data: str | Path | None = None,
     out: str | Path | None = None,
@@ -110,7 +110,7 @@ def adapt(
 
 def adapt_here(
     model: Path,
-    task: Task | str | None,
+    task: Task | str | Path | None,
     identity: Identity,
     chosen: FineTuning,
     *,

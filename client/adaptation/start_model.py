@@ -39,7 +39,7 @@ class StartModel:
 
 def start_model(
     path: Path,
-    task: Task | str | None,
+    task: Task | str | Path | None,
     *,
     local: Path | None,
     states: Path,

@@ -128,7 +128,7 @@ class ModelRecord:
 
 @remedy_in_traceback()
 def load_model(
-    path: str | Path, task: Task | str | None = None, *, local: str | Path | None = None
+    path: str | Path, task: Task | str | Path | None = None, *, local: str | Path | None = None
 ) -> nn.Module:
     """Return a trained model: the task's plain ``nn.Module``, in eval mode.
 
@@ -304,7 +304,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], file: Path) -> Non
         ) from error
 
 
-def task_of(task: Task | str | None, record: ModelRecord, file: Path) -> Task:
+def task_of(task: Task | str | Path | None, record: ModelRecord, file: Path) -> Task:
     """Return a task as it is, load it by its name, or load the one that a file's record names.
 
     Raises:
@@ -312,7 +312,7 @@ def task_of(task: Task | str | None, record: ModelRecord, file: Path) -> Task:
         TaskError: see ``load_task``.
     """
     if task is not None:
-        return load_task(task) if isinstance(task, str) else task
+        return load_task(str(task)) if isinstance(task, str | Path) else task
     if record.task is None:
         raise UnknownTask(
             f"{file} does not say which task built its model", remedy=f"name it: {_HOW}"

@@ -108,7 +108,7 @@ class Call:
         self._resume = bool(arguments.get("resume", False))
         self._settings: GivenSettings = arguments["settings"]
         self._keywords = {
-            keys[name]: objects.names(value) if name in OBJECTS else value
+            keys[name]: objects.names(value) if name in OBJECTS else _text(value)
             for name, value in arguments.items()
             if name not in NO_SETTINGS and value is not None
         }
@@ -145,10 +145,17 @@ def keyword_keys(command: str) -> dict[str, str]:
     }
 
 
+def _text(value: Any) -> Any:
+    """Return a path as text, as a settings file has it; other values as they are."""
+    if isinstance(value, list):
+        return [_text(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; a table of arguments stays one value."""
     for key, value in table.items():
         if isinstance(value, Mapping) and prefix + key in branches():
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield prefix + key, _text(value)

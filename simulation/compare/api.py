@@ -62,7 +62,7 @@ def compare(
     target: float | None = None,
     jobs: int | None = None,
     clients: int | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     partition: str | None = None,
     fleet: str | Path | None = None,
     effective_batch_size: int | None = None,

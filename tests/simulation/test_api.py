@@ -297,6 +297,16 @@ def test_an_unknown_keyword_is_answered_by_the_nearest_one_or_its_key(
     assert str(refused.value).endswith(meant)
 
 
+def test_a_path_may_stand_for_each_text_that_is_one(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text('[[device]]\nprofile = "pi4-4gb"\ncount = 3\n')
+    first = simulated(Path(SIGNS), fleet=fleet, out=tmp_path / "out")
+    assert bytes_of(simulated(SIGNS, settings={"simulation.fleet": fleet})) == bytes_of(first)
+    plain = headwater.load_model(tmp_path / "out", Path(SIGNS))
+    tested = headwater.evaluate(tmp_path / "out", task=Path(SIGNS))
+    assert tested.loss == headwater.evaluate(plain, task=SIGNS).loss
+
+
 def test_a_task_without_its_methods_is_named() -> None:
     with pytest.raises(TaskError, match="no method new_model, train_examples, loss_sum"):
         simulated(object())
@@ -313,5 +323,6 @@ def test_each_client_gets_its_own_file(tmp_path: Path) -> None:
     for part in range(3):
         (tmp_path / f"{part}.txt").write_text(str(part))
     small = {name: value for name, value in SMALL.items() if name != "clients"}
-    run = headwater.simulate(OwnFiles, data=f"{tmp_path}/*.txt", progress=False, **small)
-    assert [row.num_clients for row in run.history] == [3, 3, 3]
+    for pattern in (f"{tmp_path}/*.txt", tmp_path / "*.txt"):
+        run = headwater.simulate(OwnFiles, data=pattern, progress=False, **small)
+        assert [row.num_clients for row in run.history] == [3, 3, 3]
