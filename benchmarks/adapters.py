@@ -1,9 +1,11 @@
-"""Whole rounds of a 1.1B language model with LoRA on narrow frozen weights, in a cgroup.
+"""Whole rounds of a large language model with LoRA on narrow frozen weights, in a cgroup.
 
 A real server runs outside of the cgroup and ``headwater-client`` within it, as a user types it: it
 builds the model, is sent the server's frozen part, checks the task, trains K micro-batches of one
-example and sends the adapters' gradients. The model has the shape of TinyLlama (22 layers, width
-2,048, 32 heads of which 4 have keys, perceptron 5,632, vocabulary 32,000), the adapters rank 8.
+example and sends the adapters' gradients. By default the model has the shape of TinyLlama, 1.1B (22
+layers, width 2,048, 32 heads of which 4 have keys, perceptron 5,632, vocabulary 32,000); 3B is that
+of OpenLLaMA 3B (3.4 billion parameters), 7B that of LLaMA 7B (6.7 billion). The adapters have rank
+8. A device whose limit has no room for the model in bfloat16 builds it without the frozen weights.
 
 ``--masked`` hides the update by secure aggregation among three devices, two of them outside of the
 cgroup. ``peak_mb`` is the cgroup's (memory.max_usage_in_bytes of version 1, which must be mounted),
@@ -41,6 +43,8 @@ SIZES = {  # layers, width, heads, heads with keys, perceptron, words, tokens of
     "tiny": (2, 64, 4, 2, 176, 512, 32),
     "370M": (24, 1024, 16, 16, 2816, 32000, 512),
     "1.1B": (22, 2048, 32, 4, 5632, 32000, 512),
+    "3B": (26, 3200, 32, 32, 8640, 32000, 512),
+    "7B": (32, 4096, 32, 32, 11008, 32000, 512),
 }
 NUM_EXAMPLES = 8
 LIMIT_SECONDS = 14_400.0
@@ -150,6 +154,7 @@ def _end_with(device: subprocess.Popen[bytes], server: subprocess.Popen[str]) ->
 def main() -> None:
     """Run the device and report."""
     parser = argument_parser(__doc__)
+    parser.add_argument("--size", choices=SIZES, default="1.1B")
     parser.add_argument("--limit", type=float, default=4.0, help="GB that the cgroup may use")
     parser.add_argument("--steps", type=int, help="micro-batches in a round; 2, masked 8")
     parser.add_argument("--rounds", type=int, default=1)
@@ -160,7 +165,7 @@ def main() -> None:
     chosen.steps = chosen.steps or (8 if chosen.masked else 2)  # 8: --min-quota
     figures: Figures = {"device": "no cgroup can be made here"}
     if can_make_cgroups():
-        figures["device"] = device("tiny" if chosen.quick else "1.1B", chosen)
+        figures["device"] = device("tiny" if chosen.quick else chosen.size, chosen)
     report(figures, as_json=chosen.json, doc=__doc__)
 
 

@@ -51,6 +51,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by transformers when it is 
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -96,7 +97,11 @@ class CausalLm:
     """The tokens so far in, the next token out."""
 
     folder: str | None = None
-    """A model and its tokenizer as ``save_pretrained`` writes them; None makes a small model."""
+    """A model and its tokenizer as ``save_pretrained`` writes them; None makes a small model.
+
+    A device needs no weights in it beside ``config.json`` and the tokenizer: the server sends what
+    trains each round, and the frozen rest once.
+    """
     lora_rank: int | None = None
     """The rank of adapters in all linear layers but the last, the rest frozen; None: no LoRA."""
     dtype = torch.float32
@@ -135,10 +140,14 @@ class CausalLm:
     def new_model(self) -> nn.Module:
         if self.folder is None:
             model = LlamaForCausalLM(small_config(len(self.tokenizer)))
-        else:
+        elif _has_weights(folder := _existing(self.folder)):
             model = AutoModelForCausalLM.from_pretrained(
-                _existing(self.folder), local_files_only=True, dtype=self.dtype
+                folder, local_files_only=True, dtype=self.dtype
             )
+        else:
+            log.warning("%s has no weights: they are random until a server sends its own", folder)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         if not self.own_logits:
             check_logits(model)
         if self.lora_rank is not None:
@@ -338,6 +347,10 @@ def help_texts() -> tuple[list[str], list[str]]:
     texts = [text for _, text in sorted(topics.items())]
     train = [text for at, text in enumerate(texts) if at % TEST_EVERY]
     return train, texts[::TEST_EVERY]
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(kind)) for kind in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def _existing(folder: str) -> Path:

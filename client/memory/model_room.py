@@ -3,7 +3,7 @@
 The kernel kills a process that exceeds its limit, and nothing can be caught. So each large tensor
 that the task makes is compared with what is left before it is allocated. From the first that does
 not fit on they are made on torch's ``meta`` device, which takes no memory: the error then names the
-bytes of the whole model. The task's code runs once, as always.
+bytes of the whole model.
 
 Limitation: tensors that are made without torch's factory functions, such as those that are read
 from a file, are noticed only with the next large tensor, or when the model is built.
@@ -30,6 +30,7 @@ FACTORIES = frozenset(
     (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint)
 )
 
+OWN_WAY = {"device", "out", "layout"}
 # Smaller tensors are counted, and compared with the limit together with the next large one.
 LARGE_BYTES = 1 << 20
 
@@ -42,7 +43,7 @@ def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Mo
     """
     release_freed_memory()
     before = resident_bytes()
-    with _TensorsWithin(limit) as made:
+    with TensorsWithin(limit) as made:
         try:
             model = new_model()
         except Exception:
@@ -61,7 +62,7 @@ def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Mo
     return model
 
 
-class _TensorsWithin(TorchFunctionMode):
+class TensorsWithin(TorchFunctionMode):
     """Notes the bytes of new tensors; those beyond the limit are made on the ``meta`` device."""
 
     def __init__(self, limit: Callable[[], MemoryLimit]) -> None:
@@ -79,18 +80,18 @@ class _TensorsWithin(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        has_own_way = any(options.get(name) is not None for name in ("device", "out", "layout"))
+        has_own_way = any(options.get(name) is not None for name in OWN_WAY)
         if func in FACTORIES and not has_own_way:
             on_meta = func(*args, **{**options, "device": "meta"})
-            is_kept = _is_plain(on_meta) and self._exceeds(on_meta)
+            is_kept = is_plain(on_meta) and self._exceeds(on_meta)
             return on_meta if is_kept else func(*args, **options)
-        if func is Tensor.clone and args[0].device.type == "cpu" and _is_plain(args[0]):
+        if func is Tensor.clone and args[0].device.type == "cpu" and is_plain(args[0]):
             on_meta = torch.empty_like(args[0], device="meta")
             return on_meta if self._exceeds(on_meta) else func(*args, **options)
         name = getattr(func, "__name__", "")
         written = args[0] if args else options.get("tensor")  # as torch.nn.init names it
         if name.endswith("_") and not name.endswith("__") and isinstance(written, Tensor):
-            is_real = written.device.type == "cpu" and _is_plain(written)
+            is_real = written.device.type == "cpu" and is_plain(written)
             num_bytes = written.nbytes if is_real else 0
             self._unwritten_bytes = max(self._unwritten_bytes - num_bytes, 0)
         return func(*args, **options)
@@ -106,7 +107,7 @@ class _TensorsWithin(TorchFunctionMode):
         return self.exceeded is not None
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has one block of memory: it is not sparse, nested, or of a tracer."""
     is_of_tracer = type(tensor) not in (Tensor, nn.Parameter, nn.Buffer)
     return not is_of_tracer and tensor.layout is torch.strided and not tensor.is_nested

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.data import Subset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.features import own_parameters, take_model, takes_model, work_of
 from headwater.client.memory.in_place_gradients import add_in_place
-from headwater.client.memory.limits import MemoryLimits
+from headwater.client.memory.limits import MemoryLimit, MemoryLimits
 from headwater.client.memory.model_room import built_within
 from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -37,7 +38,7 @@ from headwater.client.training.progress import TrainingProgress
 from headwater.client.training.round import Feature, Work, sum_round, update_of
 from headwater.client.training.sampler import SamplerState
 from headwater.common.data.example_lengths import ExampleLengths
-from headwater.common.errors import BuffersChanged
+from headwater.common.errors import BuffersChanged, OutOfMemory
 from headwater.common.messages import (
     DataShare,
     DescribeRequest,
@@ -48,7 +49,7 @@ from headwater.common.messages import (
     Update,
 )
 from headwater.common.model.local_state import LocalState, LocalStore
-from headwater.common.model.parameters import Build, ModelImage, build_model
+from headwater.common.model.parameters import Build, ModelImage, build_model, built
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.task import Examples, load_task, task_code, tell_round
 
@@ -95,7 +96,7 @@ class Trainer:
         self.local_parameters = local_parameters
         """The patterns of the parameters that stay on the device."""
         lowest = (limits or MemoryLimits()).lowest
-        self.image = self._built(seed=seed, within=functools.partial(built_within, lowest))
+        self.image = self._built(seed=seed, within=functools.partial(built_or_sent, lowest))
         self.loaded_model = LoadedModel(self.image)
         self.accumulator = Accumulator(self.image)
         add_in_place(self.image.model)
@@ -187,7 +188,7 @@ class Trainer:
 
     # The model and the device.
 
-    def _built(self, *, seed: int, within: Build | None = None) -> ModelImage:
+    def _built(self, *, seed: int, within: Build = built) -> ModelImage:
         return build_model(
             self.task,
             seed=seed,
@@ -422,3 +423,27 @@ class Trainer:
             run_id=None if version is None else version[0],
             lengths=self._examples.lengths(held_out),
         )
+
+
+def built_or_sent(
+    limit: Callable[[], MemoryLimit],
+    new_model: Callable[[], nn.Module],
+    store: Callable[[nn.Module], None],
+) -> nn.Module:
+    """Return a new model within the limit, its frozen weights stored.
+
+    If there is room for it stored and not as the task builds it, the server is to send them.
+
+    Raises:
+        OutOfMemory: the limit has no room for it in either way.
+    """
+    try:
+        model = built_within(limit, new_model)
+    except OutOfMemory as error:
+        why = error.with_traceback(None)  # its frames would keep what was built
+    else:
+        store(model)
+        return model
+    from headwater.client.memory.stand_ins import built_without_values  # few devices need them
+
+    return built_without_values(limit, new_model, store, why)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
-from headwater.common.frozen.nf4_codes import STORED, decoded, encoded
+from headwater.common.frozen.nf4_codes import STORED, decoded, encoded, num_words
 from headwater.common.model.bfloat16_weights import RELEASED_BYTES, round_weights
+from headwater.common.model.layout import is_stand_in, stand_in
 from headwater.common.model.vectors import all_finite
 from headwater.common.system.heap import release_freed_memory
 
@@ -46,7 +47,12 @@ def store(model: nn.Module) -> None:
     for name, weight in weights.items():
         _check(name, weight)
         num_left += weight.nbytes
-        shape, weight.data = tuple(weight.shape), encoded(weight.data)
+        shape = tuple(weight.shape)
+        weight.data = (
+            stand_in((num_words(weight.numel()),), STORED)
+            if is_stand_in(weight)
+            else encoded(weight.data)
+        )
         weight._is_param, weight._shape = True, shape  # type: ignore[attr-defined]
         weight.__class__ = Nf4Weight  # type: ignore[assignment]  # tied ones stay one
         if num_left >= RELEASED_BYTES:
@@ -63,7 +69,7 @@ def _check(name: str, weight: Tensor) -> None:
             f"{str(weight.dtype).removeprefix('torch.')}",
             remedy="give the task weights in floating point, which no other library has quantized",
         )
-    if not all_finite(weight.detach().float()):
+    if not is_stand_in(weight) and not all_finite(weight.detach().float()):
         raise UnsupportedModel(
             f"--frozen-dtype nf4 is set, and the frozen weight {name} has a number that is not "
             "finite: its block has no scale",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
+from headwater.common.model.layout import is_stand_in, stand_in
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.user_code.named_objects import part_of
 
@@ -56,7 +57,11 @@ def round_weights(parameters: Iterable[Tensor]) -> bool:
             continue
         if parameter.ndim >= 2 and parameter.dtype in WIDER:
             num_left += parameter.nbytes
-            parameter.data = parameter.data.to(STORED)
+            parameter.data = (
+                stand_in(parameter.shape, STORED)
+                if is_stand_in(parameter)
+                else parameter.data.to(STORED)
+            )
         if parameter.dtype is STORED:
             found = True
             parameter._is_param = True

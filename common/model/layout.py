@@ -232,6 +232,27 @@ def memory_of(tensor: Tensor) -> Tensor:
     return found
 
 
+_STAND_INS: dict[torch.dtype, Tensor] = {}
+"""The number of each dtype that all stand-ins of it are."""
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return one zero that is seen as a whole tensor: a weight whose values are yet to come."""
+    if dtype not in _STAND_INS:
+        _STAND_INS[dtype] = torch.zeros((), dtype=dtype)
+    return _STAND_INS[dtype].expand(tuple(shape))
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Return whether a tensor, or what a weight is stored as, has no values of its own yet."""
+    zero = _STAND_INS.get(tensor.dtype)
+    return zero is not None and _is_dense(tensor) and tensor.data_ptr() == zero.data_ptr()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
 def changed(tensor: Tensor, name: str, by: str = "training") -> BuffersChanged:
     """Return the error for a tensor that ``by`` may not write to."""
     if not isinstance(tensor, nn.Parameter):

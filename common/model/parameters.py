@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import mmap
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,7 @@ from headwater.common.model.bfloat16_weights import store_frozen
 from headwater.common.model.frozen_part import Fingerprint
 from headwater.common.model.layout import (
     changed,
+    is_stand_in,
     layout_of,
     memory_of,
     moved,
@@ -53,8 +54,8 @@ _HELD: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 # torch's generator is the whole process's: a server and clients may begin in threads of one.
 RANDOM_NUMBERS = threading.RLock()
-Build = Callable[[Callable[[], nn.Module]], nn.Module]
-"""Calls a function that builds a model, and returns the model."""
+Build = Callable[[Callable[[], nn.Module], Callable[[nn.Module], None]], nn.Module]
+"""Calls a function that builds a model, and one that stores its frozen weights; returns it."""
 
 
 class ModelImage:
@@ -92,7 +93,7 @@ class ModelImage:
         self.values_P = self.bytes_U8.view(torch.float32)
         self.local_L = torch.zeros(self.layout.num_local)
         """The parameters that stay on the device."""
-        self.frozen_U8 = torch.empty(self.layout.num_frozen_bytes, dtype=torch.uint8)
+        self.frozen_U8 = _frozen_block(model, self.layout.num_frozen_bytes)
         """The frozen parameters and the buffers."""
         self.fingerprint: Fingerprint | None = None
         """Of the frozen part; None if it was not computed since the memory was written."""
@@ -110,8 +111,9 @@ class ModelImage:
         for name in tuple(tensors):
             if name in views:  # a buffer that stays on the device has no place of its own
                 tensor = tensors.pop(name)
-                with torch.no_grad():
-                    views[name].copy_(memory_of(tensor))
+                if not is_stand_in(memory_of(tensor)):
+                    with torch.no_grad():
+                        views[name].copy_(memory_of(tensor))
                 tensor.data = views[name]
                 num_moved += tensor.nbytes
                 if num_moved >= RELEASED_BYTES:  # or else the process holds the model twice
@@ -251,6 +253,20 @@ class ModelImage:
         return [one for _, one in self.trained if isinstance(one, nn.Parameter)]
 
 
+def _frozen_block(model: nn.Module, num_bytes: int) -> Tensor:
+    """Return memory for the frozen part; of zeros, none of them there, if it is yet to come."""
+    if any(is_stand_in(memory_of(tensor)) for tensor in model.parameters()):
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def built(new_model: Callable[[], nn.Module], store: Callable[[nn.Module], None]) -> nn.Module:
+    """Return a new model whose frozen weights are stored."""
+    model = new_model()
+    store(model)
+    return model
+
+
 def build_model(
     task: Task,
     *,
@@ -258,28 +274,32 @@ def build_model(
     batch_norm: str | None = None,
     local_parameters: str | None = None,
     frozen_dtype: str | None = None,
-    within: Build | None = None,
+    within: Build = built,
 ) -> ModelImage:
     """Build the task's model under the run's seed and move it into blocks.
 
     ``batch_norm`` and ``frozen_dtype`` are those of the settings: "frozen" leaves the layers with
     their running statistics, "group" puts GroupNorm in their place; frozen weights
-    are stored in ``frozen_dtype``. ``within`` calls the task's ``new_model`` and returns the model,
-    or raises.
+    are stored in ``frozen_dtype``. ``within`` builds the model and stores its frozen weights, or
+    raises.
 
     Raises:
         BatchDependentLayer, UnsupportedModel, LocalParametersUnusable: see ``ModelImage``.
         TaskFailed, TaskError: ``new_model`` raised an exception, or returned no module.
     """
+    replaced: dict[str, GroupNormArguments] = {}
+
+    def store(model: nn.Module) -> None:
+        if batch_norm == "group":
+            replaced.update(replace_batch_norm_by_group_norm(model))
+        if batch_norm == "frozen":
+            freeze_statistics(model)
+        if frozen_dtype is not None:
+            store_frozen(model, frozen_dtype)
+
     with RANDOM_NUMBERS:
         torch.manual_seed(seed)
-        build = partial(built_model, task)
-        model = _own(build() if within is None else within(build))
-    replaced = replace_batch_norm_by_group_norm(model) if batch_norm == "group" else None
-    if batch_norm == "frozen":
-        freeze_statistics(model)
-    if frozen_dtype is not None:
-        store_frozen(model, frozen_dtype)
+        model = within(lambda: _own(built_model(task)), store)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
 
 

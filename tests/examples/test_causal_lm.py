@@ -24,7 +24,7 @@ from headwater.common.errors import (
     UnsupportedModel,
 )
 from headwater.common.model.bfloat16_weights import stored_frozen
-from headwater.common.model.parameters import ModelImage
+from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings.sources import load
 from headwater.common.task import load_task, open_train_examples
 from headwater.server.rounds.round_row import RoundRow
@@ -314,6 +314,23 @@ def test_frozen_weights_may_be_bfloat16_and_adapters_are_float32(lm: Any, tmp_pa
     whole = of_folder(lm, folder, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="bfloat16; updates are float32"):
         ModelImage(whole.new_model())
+
+
+@pytest.mark.parametrize("frozen_dtype", [None, "nf4"])
+def test_a_device_needs_no_weights_of_a_model_that_the_server_sends(
+    lm: Any, frozen_dtype: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = model_folder(lm, tmp_path / "server")
+    bare = model_folder(lm, tmp_path / "device")
+    (bare / "model.safetensors").unlink()
+    server, device = (
+        build_model(of_folder(lm, one, lora_rank=4), seed=0, frozen_dtype=frozen_dtype)
+        for one in (whole, bare)
+    )
+    assert f"{bare} has no weights" in caplog.text
+    assert f"{whole} has no weights" not in caplog.text
+    assert server.layout.digest == device.layout.digest
+    assert server.frozen_digest != device.frozen_digest
 
 
 def test_a_folder_without_a_model_is_named_and_not_looked_up(lm: Any, tmp_path: Path) -> None:
