@@ -1,4 +1,4 @@
-"""Reads JSON and TOML of any origin: what is nested too deeply is a wrong text like any other."""
+"""Reads JSON and TOML of any origin, and durations; what nests too deeply is a wrong text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from headwater.common.errors import StateError
+from headwater.common.errors import SettingsError, StateError
 
 MAX_DEPTH = 100
+MAX_SECONDS = 10 * 365 * 86_400.0
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 # A key of 20,000 parts in 40 kB takes tomllib eight seconds: its time grows with their square.
 DEEP_KEY = re.compile(
@@ -70,3 +72,18 @@ def toml_of(text: str) -> dict[str, Any]:
         if not level:
             return tree
     raise tomllib.TOMLDecodeError(TOO_DEEP)
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as 90s, 30m, 12h or 90d.
+
+    Raises:
+        SettingsError: it is malformed, or longer than ten years.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    seconds = float(match[1]) * SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise SettingsError(
+            f"expected a duration, found {text[:40]!r}", remedy="write 90s, 30m, 12h or 90d"
+        )
+    return seconds

@@ -373,6 +373,30 @@ def status(
     raise typer.Exit(status_table.exit_status(state))
 
 
+@app.command(cls=PlainCommand)
+def report(
+    out: RunFolder,
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="How long a period is: 30d, 12h, ...")
+    ] = "7d",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a run did in the last week, beside the week before.
+
+    Rounds, examples, bytes, loss and metrics, the privacy spent, each device's rounds and refusals,
+    and the alerts. It reads the run's folder, so it works whether or not the server runs.
+    """
+    from headwater.common.parsed_text import parse_duration
+    from headwater.common.system.console import print_table
+    from headwater.server.report import period_summary
+
+    found = period_summary.summary(out, seconds=parse_duration(since))
+    if as_json:
+        typer.echo(period_summary.as_json(found))
+    else:
+        print_table(period_summary.as_table(found, out))
+
+
 class EvaluateCommand(SettingsCommand):
     """A command with the flags of ``headwater-server`` that a test on the devices may need."""
 

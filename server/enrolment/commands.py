@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
 import tomli_w
 
 from headwater.common.errors import CertificateProblem, SettingsError
+from headwater.common.parsed_text import parse_duration
 from headwater.common.settings.sources import load
 from headwater.common.system.atomic_file import READABLE, write_atomically
 from headwater.common.system.console import console, stderr
@@ -31,27 +31,10 @@ from headwater.server.enrolment.registry import Registry
 SETTINGS_FILE = "server.toml"
 STREAM_PORT = 8500
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-MAX_SECONDS = 10 * 365 * 86_400.0
 # Limits how long an unresponsive device delays a round. The planner gives no client more work than
 # fits into 0.8 of it, and reports the clients that it leaves out; most rounds take seconds to
 # minutes.
 DEADLINE_SECONDS = 600.0
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as 90s, 30m, 12h or 90d.
-
-    Raises:
-        SettingsError: it is malformed, or longer than ten years.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    seconds = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if not 0 < seconds <= MAX_SECONDS:
-        raise SettingsError(
-            f"expected a duration, found {text[:40]!r}", remedy="write 90s, 30m, 12h or 90d"
-        )
-    return seconds
 
 
 def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None) -> None:

@@ -143,7 +143,7 @@ class RunControl(Observer):
     def _read_last_round(self) -> None:
         rows = (row for row in rows_in(self._folder) if row["round"] <= self.round)
         for row in deque(rows, maxlen=1):
-            self._last_round = round_figures(row, ended_at=None)
+            self._last_round = round_figures(row, ended_at=row.get("ended_at"))
 
     def stop(self, reason: str) -> None:
         """Write the remaining history and unlock the folder."""

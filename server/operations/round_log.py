@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -103,7 +104,8 @@ class RoundLog(Observer):
             self._is_gone = True
             raise RunFolderGone(f"{self._folder / ROUNDS} was removed while the run went on")
         try:
-            self._file.write(line_of_row(row, self._clients_of(row)))
+            clients = self._clients_of(row)
+            self._file.write(line_of_row(row, clients, ended_at=round(time.time(), 3)))
         except OSError as error:
             raise StateError(
                 f"round {row.round} cannot be written to {self._folder}: {error.strerror}",
@@ -172,14 +174,17 @@ def row_of_dict(fields: Mapping[str, Any]) -> RoundRow:
     return row
 
 
-def line_of_row(row: RoundRow, clients: list[dict[str, Any]] | Mapping[str, int]) -> str:
+def line_of_row(
+    row: RoundRow, clients: list[dict[str, Any]] | Mapping[str, int], *, ended_at: float
+) -> str:
     """Return a row's line of rounds.jsonl, without what is unknown or empty.
 
     ``clients`` are their figures, which the line has as columns, or where their table is.
+    ``ended_at`` is in seconds since 1970.
     """
     masked = _columns([_fields(client) for client in row.masked_clients])
     table = _columns(clients) if isinstance(clients, list) else clients
-    fields = {**_fields(row), "clients": table, "masked_clients": masked}
+    fields = {**_fields(row), "ended_at": ended_at, "clients": table, "masked_clients": masked}
     try:
         return _dumped(_known(fields))
     except ValueError:

@@ -125,7 +125,7 @@ class HistoryWriter:
         path = self._folder / EVENTS
         while self._events:
             if self._num_events is None or self._num_events >= 2 * MAX_EVENTS:
-                lines = [*map(_line, deque(_events(self._folder), MAX_EVENTS))]
+                lines = [*map(_line, deque(events(self._folder), MAX_EVENTS))]
                 write_atomically(path, b"".join(lines))
                 self._num_events = len(lines)
             number, self._num_events = self._num_events, None
@@ -179,7 +179,7 @@ def read(folder: Path) -> HistorySnapshot:
         return HistorySnapshot(
             state=dict(json_of(path.read_bytes())),
             devices=_devices(folder),
-            events=[*deque(_events(folder), MAX_SHOWN_EVENTS)][::-1],
+            events=[*deque(events(folder), MAX_SHOWN_EVENTS)][::-1],
         )
     except (OSError, *DAMAGE) as error:
         raise StateError(
@@ -202,8 +202,8 @@ def _record(fields: Mapping[str, Any]) -> DeviceRecord:
     return DeviceRecord(**{name: fields[name] for name in COLUMNS if name in fields})
 
 
-def _events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events, oldest first; a line that a full disk or a crash cut off is skipped."""
+def events(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield all events, oldest first; a line that a full disk or a crash cut off is skipped."""
     if not (folder / EVENTS).exists():
         return
     with (folder / EVENTS).open("rb") as lines:

@@ -28,9 +28,12 @@ from headwater.server.operations.curves import curves
 from headwater.server.operations.prometheus import ServerGauges, ServerMetrics
 from headwater.server.operations.round_display import RoundDisplay
 from headwater.server.operations.round_log import EVENTS, row_to_dict
+from headwater.server.report.period_summary import Period, _device
+from headwater.server.report.period_summary import as_table as as_table_of_period
 from headwater.server.rounds.round_row import RoundRow
 from headwater.server.tracking.mlflow_tracker import metric_key
 from headwater.server.tracking.tensorboard_tracker import TensorboardTracker
+from headwater.server.transport.device_records import DeviceRecord
 from headwater.simulation.sweep.command import table_of
 from headwater.simulation.sweep.results import Summary
 from tests.round_rows import client, row
@@ -85,6 +88,24 @@ def table_of_devices(text: str) -> str:
     device: dict[str, Any] = {"name": text, "is_connected": True, "bytes_up": 0, "bytes_down": 0}
     device["labels"] = text
     return rendered(status._fleet([device | unknown]))
+
+
+def summary(text: str) -> str:
+    latest, before = Period(), Period()
+    latest.add(row_to_dict(hostile_row(text)) | {"refused": {text: f"{text}: late"}})
+    found = {
+        "seconds": 60.0,
+        "until": "now",
+        "latest": latest.figures(),
+        "before": before.figures(),
+        "devices": [_device(text, DeviceRecord(name=text), latest, before, 0.0, is_up=True)],
+        "lost": [text[:500]],
+        "alerts": [{"at": "now", "text": text[:500]}],
+        "events": {},
+        "num_untimed": 0,
+        "is_cut": False,
+    }
+    return rendered(as_table_of_period(found, Path("out")))
 
 
 def refusal(text: str) -> str:
@@ -148,6 +169,7 @@ SINKS: list[Callable[[str], str]] = [
     plans,
     progress,
     table_of_devices,
+    summary,
     refusal,
     evaluation,
     sweep,

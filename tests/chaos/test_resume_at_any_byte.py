@@ -37,7 +37,7 @@ ROUNDS, KILLED_IN_ROUND = 4, 3
 NUM_KILLS = 4
 SHORTEST = 2_000  # no checkpoint of the run is shorter
 # What the machine was measured at: the only things that may differ.
-MEASURED = {"seconds", "seconds_split", "updates_per_hour", "bytes_up"}
+MEASURED = {"seconds", "seconds_split", "updates_per_hour", "ended_at", "bytes_up"}
 
 
 # One checkpoint behind another.

@@ -34,7 +34,7 @@ from tests.tasks import TwoLayers
 LAYOUT = build_model(TwoLayers(), seed=0).layout
 SIZE = LAYOUT.num_parameters
 # What the machine was measured at, and the devices' order in a row.
-MEASURED = {"seconds", "seconds_split", "updates_per_hour", "clients"}
+MEASURED = {"seconds", "seconds_split", "updates_per_hour", "ended_at", "clients"}
 
 
 def updates(number: int, *, seed: int = 0, scale: float = 1.0) -> list[torch.Tensor]:

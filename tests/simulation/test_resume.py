@@ -32,7 +32,15 @@ from headwater.simulation.run import run_engine
 ROUNDS_IN_ALL = 5
 # Values that the machine has measured: only these may differ. (The keys of a secure session are
 # random, and so is the number of digits of some of what is sent.)
-MEASURED = {"ring_masked", "seconds", "seconds_split", "updates_per_hour", "bytes_up", "bytes_down"}
+MEASURED = {
+    "ring_masked",
+    "seconds",
+    "seconds_split",
+    "updates_per_hour",
+    "ended_at",
+    "bytes_up",
+    "bytes_down",
+}
 
 RUNS: dict[str, dict[str, Any]] = {
     "sgd": {},

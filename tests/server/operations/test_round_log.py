@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,12 @@ def test_a_line_is_read_as_the_row_was(tmp_path: Path, given: RoundRow) -> None:
     round_log = opened(tmp_path)
     round_log.stepped(given)
     round_log.ended()
-    assert read_rows(tmp_path) == [as_json(row_to_dict(given))]
+    [first] = read_rows(tmp_path)
     assert "null" not in (tmp_path / ROUNDS).read_text().replace("[null", "")
     opened(tmp_path, 1).ended()
-    assert read_rows(tmp_path) == [as_json(row_to_dict(given))]
+    assert read_rows(tmp_path) == [first]
+    assert first.pop("ended_at") == pytest.approx(time.time(), abs=60)
+    assert first == as_json(row_to_dict(given))
 
 
 def test_a_line_of_an_earlier_version_is_read_as_it_is(tmp_path: Path) -> None:

@@ -30,7 +30,14 @@ DIGITS_SET = {
     "threads": 1,
 }
 # Values that depend on the machine: seconds, and bytes on the wire.
-OF_THE_MACHINE = ("seconds", "seconds_split", "updates_per_hour", "bytes_up", "bytes_down")
+OF_THE_MACHINE = (
+    "seconds",
+    "seconds_split",
+    "updates_per_hour",
+    "ended_at",
+    "bytes_up",
+    "bytes_down",
+)
 
 FLEET = """
 [[device]]
