@@ -185,7 +185,7 @@ SignerKey = Annotated[
 def signer(
     key: Annotated[Path, typer.Argument(metavar="FILE", help="Where the key is kept.")],
 ) -> None:
-    """Make the key with which you sign tasks, or print its public part.
+    """Make the key that signs your tasks, or print its public part.
 
     Devices take tasks that are signed with it if their owners start them with `--trust` and what
     this prints. Keep the file on your own machine, and off the server: who has it runs code on
@@ -339,7 +339,7 @@ def plan(
         bool, typer.Option("--explain", help="Explain each device's quota.")
     ] = False,
 ) -> None:
-    """Show each device's plan in a round, and how long the device took."""
+    """Show each device's plan in a round, and how long it took."""
     from headwater.server.operations.plan_table import show_plan
 
     show_plan(out, round_number=round_number, explain=explain)
@@ -381,7 +381,7 @@ def report(
     ] = "7d",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a run did in the last week, beside the week before.
+    """Show a run's last week beside the week before.
 
     Rounds, examples, bytes, loss and metrics, the privacy spent, each device's rounds and refusals,
     and the alerts. It reads the run's folder, so it works whether or not the server runs.
@@ -513,7 +513,7 @@ def evaluate(
 
 @app.command(cls=PlainCommand)
 def pause(out: RunFolder) -> None:
-    """Start no more rounds; the current one ends and the devices stay connected.
+    """Start no more rounds; the current one ends, the devices stay.
 
     `headwater-server unpause` undoes it. A restarted server stays paused.
     """
