@@ -8,7 +8,7 @@ from pathlib import Path
 from headwater.server.operations import round_log
 
 
-def draw_nothing(_folder: Path, _task: str | None) -> None:
+def draw_nothing(folder: Path, task: str | None) -> None:
     """Take the place of the drawing, which tests/server/operations/test_round_log.py is about."""
 
 

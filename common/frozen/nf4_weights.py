@@ -223,6 +223,8 @@ def _product(
         return None
     if not _is_stored(weight) or _is_stored(values):
         return None
+    if bias is not None and bias.dtype != values.dtype:
+        bias = bias.to(values.dtype)  # one in bfloat16 widens, as its weight does
     is_turned = func is not functional.linear
     found: Tensor = _Product.apply(values, bias, _raw(weight), weight._shape, is_turned)  # type: ignore[no-untyped-call]
     return found

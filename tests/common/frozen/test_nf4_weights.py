@@ -135,6 +135,21 @@ def test_a_layer_takes_the_dtype_of_its_inputs() -> None:
     assert layer(torch.ones(2, 100, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["with bias", "turned"])
+def test_a_layer_that_was_built_in_bfloat16_computes_in_float32(kind: str) -> None:
+    """As Qwen's and GPT-2's do, whose layers have biases."""
+    stored = LAYERS[kind]().to(torch.bfloat16).requires_grad_(False)
+    plain = copy.deepcopy(stored)
+    store(stored)
+    with stored_frozen(plain, "nf4"):
+        pass
+    values = torch.randn(2, 5, 100)
+    expected = plain.float()(values)
+    # The plain layer's weight was rounded to bfloat16 again.
+    assert stored(values).dtype == torch.float32
+    assert torch.allclose(stored(values), expected, rtol=2**-7, atol=0.05)
+
+
 def test_autograd_keeps_the_codes_and_no_decoded_weight() -> None:
     stored, _ = pair()
     kept: list[Tensor] = []
