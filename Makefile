@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# More flags for torch's and the developer's installation.
+PIP_FLAGS ?=
 MYPY_FOR = $(VENV)/bin/mypy --platform $(1) --cache-dir .mypy_cache/$(1) headwater examples
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 # The slow tests wait for processes and sockets for half of their time: two for each of two cores.
@@ -52,8 +54,8 @@ install-dev: $(VENV)/.dev
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	@echo "torch: first from what lies on this machine, else about 200 MB from $(TORCH_INDEX)"
-	$(PIP) install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null \
-		|| $(PIP) install --no-deps --index-url $(TORCH_INDEX) "$(TORCH)" \
+	$(PIP) install $(PIP_FLAGS) --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null \
+		|| $(PIP) install $(PIP_FLAGS) --no-deps --index-url $(TORCH_INDEX) "$(TORCH)" \
 		|| { echo "torch: from the default index; on amd64 it brings about 3 GB of CUDA"; \
 			$(PIP) install "$(TORCH)"; }
 	touch $@
@@ -63,7 +65,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) install $(PIP_FLAGS) --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@ $(VENV)/.demo
 
 # The code that protobuf makes is kept in the repository; a newer generator would need protobuf 7.
