@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from headwater.aggregator.app import branch_app
+from headwater.aggregator.answers_above import branch_app
 from headwater.aggregator.branch import Branch
 from headwater.aggregator.settings_above import check_own, settings_above
 from headwater.client.device.host_name import host_name
@@ -21,7 +21,7 @@ from headwater.client.enrolment.renewal import Renewal
 from headwater.client.flower.node import Node
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.training.context import Identity
-from headwater.client.transport.connection import Connection, stay_connected
+from headwater.client.transport.lasting_connection import Connection, stay_connected
 from headwater.common.settings.schema import Settings
 from headwater.common.system.command_line import check_addresses
 from headwater.common.system.console import console

@@ -79,7 +79,7 @@ IMPORTS = (
     "pydantic",
     "headwater.common.settings.schema",
     "headwater.client.app",
-    "headwater.client.transport.connection",
+    "headwater.client.transport.lasting_connection",
     "headwater.client.cli",
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headwater.client import commands
 from headwater.client.local_training.local_work import ClientAlgorithm
-from headwater.client.transport.connection import Connection, stay_connected
+from headwater.client.transport.lasting_connection import Connection, stay_connected
 from headwater.common.settings.keywords import Call, GivenSettings, api_function
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.stop_signals import StopRequests, at_stop_signals

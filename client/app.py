@@ -41,9 +41,9 @@ from headwater.client.plan_features import (
 )
 from headwater.client.training.context import HardwareOf
 from headwater.common.errors import EmptyUpdate, HeadwaterError, TaskMismatch
+from headwater.common.estimates import training_speed
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, UpdateReport
-from headwater.common.stats import training_speed
 from headwater.common.user_code.task_spec import short_code
 
 log = logging.getLogger(__name__)

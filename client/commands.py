@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.client.operations.counters import Counters
     from headwater.client.trainer.trainer import Trainer
     from headwater.client.training.context import Identity
-    from headwater.client.transport.connection import Connection
+    from headwater.client.transport.lasting_connection import Connection
     from headwater.common.settings.schema import Settings
 
 
@@ -180,8 +180,8 @@ def _check_room_for_torch(settings: Settings) -> None:
     Raises:
         OutOfMemory: it has not.
     """
-    from headwater.client.memory.limits import MemoryLimits, check_import_room
     from headwater.client.memory.peak_model import resident_bytes
+    from headwater.client.memory.process_limits import MemoryLimits, check_import_room
 
     limits = MemoryLimits(settings.client.memory_limit_bytes)
     check_import_room(resident_bytes(), limits.lowest())
@@ -294,10 +294,10 @@ def take_part(settings: Settings) -> None:
     import asyncio
 
     _check_room_for_torch(settings)
-    from headwater.client.transport.connection import stay_connected
+    from headwater.client.transport.lasting_connection import stay_connected
 
     if settings.has_task_bundle:
-        from headwater.common.task_bundles.bundle import with_opened_task
+        from headwater.common.task_bundles.signed_bundle import with_opened_task
 
         settings = with_opened_task(settings)
     if settings.task is None and settings.client.trust is not None:
@@ -339,7 +339,7 @@ def keep_part(settings: Settings, run: Callable[[Connection, float], None]) -> N
     from headwater.client.device.worker_processes import workers_of_a_fork_server
     from headwater.client.features import warn_of_untried
     from headwater.client.operations.installed_tasks import with_task
-    from headwater.client.transport.retries import TaskChanges
+    from headwater.client.transport.retry_policy import TaskChanges
     from headwater.client.transport.stream import OtherTaskOffered
     from headwater.common.system.console import console
 
@@ -412,7 +412,7 @@ def connection_of(settings: Settings) -> Iterator[Connection]:
     # Before the check, which foresees the memory of training from what the process holds by then.
     from headwater.client.app import app as own_app
     from headwater.client.flower.node import Node
-    from headwater.client.transport.connection import Connection
+    from headwater.client.transport.lasting_connection import Connection
     from headwater.common.system.console import console
     from headwater.common.user_code.task_spec import short_code
     from headwater.common.wording import counted
@@ -478,7 +478,7 @@ def _metrics(settings: Settings, counters: Counters) -> Iterator[None]:
         yield
         return
     from headwater.client.device.sensors import Sensors
-    from headwater.client.memory.limits import MemoryLimits
+    from headwater.client.memory.process_limits import MemoryLimits
     from headwater.client.operations.prometheus import ClientMetrics
     from headwater.common.system.console import console
     from headwater.common.system.metrics_server import MetricsServer

@@ -99,7 +99,7 @@ def serve(
     from headwater.server.run_sequence import serve_runs
 
     if settings.has_task_bundle:
-        from headwater.common.task_bundles.bundle import with_opened_task
+        from headwater.common.task_bundles.signed_bundle import with_opened_task
 
         settings = with_opened_task(settings)
     settings = settings.model_copy(update={"out": settings.out or default_out(settings)})

@@ -339,7 +339,7 @@ def _offered(task: str) -> OfferedTask | None:
     """Return the signed bundle of the run's task; None if it is in none."""
     if bundle_folder(task) is None:
         return None
-    from headwater.common.task_bundles.bundle import bundle_of  # few tasks are published
+    from headwater.common.task_bundles.signed_bundle import bundle_of  # few tasks are published
 
     found = bundle_of(task)
     if found is None:

@@ -78,7 +78,7 @@ def simulate(
     if context.invoked_subcommand is None:
         settings = read_settings(context, config, resume=resume, verbose=verbose)
         if settings.has_task_bundle:
-            from headwater.common.task_bundles.bundle import with_opened_task
+            from headwater.common.task_bundles.signed_bundle import with_opened_task
 
             settings = with_opened_task(settings)
         if advise and not resume:

@@ -27,7 +27,7 @@ from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import Credentials
 from headwater.server.enrolment.authority import Authority, make_authority
 from headwater.server.enrolment.join_request import JoinRequest, issue
-from headwater.server.enrolment.registry import Registry
+from headwater.server.enrolment.token_registry import Registry
 
 HOSTS = ("localhost", "127.0.0.1")
 

@@ -40,7 +40,7 @@ MAX_WORKERS = 16
 PRELOADED = [
     "headwater.server.serve",
     "headwater.server.operations.progress",
-    "headwater.client.transport.connection",
+    "headwater.client.transport.lasting_connection",
     "headwater.client.app",
     "headwater.client.flower.node",
     "headwater.simulation.run",
@@ -63,7 +63,7 @@ PRELOADED = [
     "headwater.client.masked_rounds.masked_plans",
     "headwater.client.masked_rounds.of_request",
     "headwater.client.masked_rounds.session_phases",
-    "headwater.client.privacy.private_rounds",
+    "headwater.client.privacy.round_spending",
     "headwater.common.compression.planned_bytes",
     "headwater.common.local_training.local_terms",
     "headwater.common.sums.named_sums",

@@ -19,9 +19,9 @@ from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Work, sum_round
 from headwater.client.training.sampler import ExampleOrder, SamplerPosition, Window
 from headwater.client.training.spool import Spool
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Plan, Update
 from headwater.common.model.parameters import build_model
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Task
 from tests.plans import plan_of
 from tests.tasks import gradient_sum

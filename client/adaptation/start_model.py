@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.model_room import built_within
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import LocalParametersMissing, ModelMismatch, StateError
 from headwater.common.model.batch_norm import freeze_statistics, refuse_batch_dependent
 from headwater.common.model.local_state import device_tensors

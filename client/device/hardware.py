@@ -14,8 +14,8 @@ from pathlib import Path
 from headwater.client.device.interfaces import Clock, Speed, SpeedProbe, TimeShare
 from headwater.client.device.sensors import Sensors
 from headwater.client.memory.allocation_bound import bounded
-from headwater.client.memory.limits import ROOT, MemoryLimits, usable_cores
 from headwater.client.memory.peak_model import ProcessMemory
+from headwater.client.memory.process_limits import ROOT, MemoryLimits, usable_cores
 from headwater.client.node_features import time_share_rule
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings, Settings

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headwater.client.memory.peak_model import PeakModel
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import StopReason, Vitals
 from headwater.common.model.parameters import ModelImage
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Examples, Task
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headwater.client.memory.limits import ROOT, cgroup_folders
+from headwater.client.memory.process_limits import ROOT, cgroup_folders
 from headwater.common.messages import Vitals
 
 log = logging.getLogger(__name__)

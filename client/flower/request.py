@@ -28,11 +28,11 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import HardwareOf, Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.client.training.spool import Spool
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.flower import records
 from headwater.common.model.local_state import LocalStore
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.common.settings.sources import from_run_config
-from headwater.common.stats.linear_fit import Line
 
 # Keys of a node's configuration.
 SIMULATED = "simulated"

@@ -19,9 +19,9 @@ from typing import Any
 
 from headwater.client.training.sampler import SamplerPosition, SamplerState
 from headwater.common.errors import StateError
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.model.local_state import LocalStore
 from headwater.common.parsed_text import json_of
-from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder, write_atomically
 
 log = logging.getLogger(__name__)

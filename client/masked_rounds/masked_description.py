@@ -30,11 +30,11 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.batch_fetch import Batches
 from headwater.client.training.context import Identity
 from headwater.common.errors import HeadwaterError
+from headwater.common.estimates.linear_fit import Line
+from headwater.common.estimates.training_speed import reported_line
 from headwater.common.flower import records
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan, ReadyReport, Vitals
 from headwater.common.settings.training import ChosenPrecision
-from headwater.common.stats.linear_fit import Line
-from headwater.common.stats.training_speed import reported_line
 from headwater.common.task import Examples, loss_sum_alone
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from headwater.client.flower.request import DeviceRequest
 from headwater.client.flower.state_file import SAMPLER, SECURE
 from headwater.client.masked_rounds.of_request import enrolment_of, history_of
 from headwater.client.masked_rounds.suspended_updates import suspended_of
-from headwater.client.privacy.private_rounds import correct_spent, spend
+from headwater.client.privacy.round_spending import correct_spent, spend
 from headwater.client.secagg.pending import pending_in
 from headwater.client.secagg.prepare import floor_of
 from headwater.client.secagg.types import SessionRecord

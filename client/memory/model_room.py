@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import OutOfMemory
 from headwater.common.model.layout import named_tensors
 from headwater.common.system.heap import release_freed_memory

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from headwater.common.stats.linear_fit import Line
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
 from headwater.common.system.portability import optional_module
 

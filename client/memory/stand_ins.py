@@ -21,9 +21,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.model_room import LARGE_BYTES, OWN_WAY, TensorsWithin, is_plain
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import OutOfMemory
 from headwater.common.model.layout import is_stand_in, memory_of, named_tensors, stand_in
 from headwater.common.system.heap import release_freed_memory

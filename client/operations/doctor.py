@@ -34,8 +34,8 @@ from headwater.client.energy.availability import (
     utc_now,
 )
 from headwater.client.energy.throttle import is_active
-from headwater.client.memory.limits import ROOT, MemoryLimit
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.memory.process_limits import ROOT, MemoryLimit
 from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.findings import Finding, fault, fault_of, good, note
 from headwater.client.operations.task_check import measurements

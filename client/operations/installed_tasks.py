@@ -41,7 +41,7 @@ def loaded_bundle(settings: Settings) -> str:
     """
     if settings.client.trust is None:
         return ""
-    from headwater.common.task_bundles.bundle import bundle_of
+    from headwater.common.task_bundles.signed_bundle import bundle_of
 
     found = None if settings.task is None else bundle_of(settings.task)
     return NO_BUNDLE if found is None else found.digest

@@ -18,8 +18,8 @@ from headwater.client.memory.activation_checkpointing import (
     is_on,
 )
 from headwater.client.memory.footprint import Footprint
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.peak_model import PeakModel, guarded_bytes
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import OutOfMemory
 from headwater.common.secagg.masking import CHUNK_BYTES as MASK_BYTES

@@ -7,7 +7,7 @@ from headwater.client.plan_features import PlanFeature, own_order_seed
 from headwater.client.privacy.budget import check_budget, check_test, spent_of
 from headwater.client.privacy.budget_data import check_start
 from headwater.client.privacy.example_unit import check_example_unit
-from headwater.client.privacy.private_rounds import planned_window, spend
+from headwater.client.privacy.round_spending import planned_window, spend
 from headwater.client.training.sampler import SamplerState
 from headwater.common.messages import Plan
 from headwater.common.privacy.terms import PrivacyTerms

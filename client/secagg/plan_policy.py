@@ -21,13 +21,13 @@ from headwater.common.errors import (
     TooLittleTime,
     UpdateAlreadyMasked,
 )
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import MAX_STEPS, Plan
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.graph import ceil_fraction
 from headwater.common.secagg.terms import MaskingTerms
 from headwater.common.settings.rounds import MIN_MASKED_FRACTION
 from headwater.common.settings.schema import SecureSettings
-from headwater.common.stats.linear_fit import Line
 
 LEAST_TIME = 0.8
 # A plan may be answered after this many times what it takes, or after a day: a masked device is

@@ -17,13 +17,13 @@ from headwater.client.enrolment.signing_identity import Enrolment
 from headwater.client.secagg.types import Floor, Participant, UnmaskedUpdate
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import MaskingRequired, TaskError
+from headwater.common.estimates.gradient_noise import NoiseSums, noise_sums
 from headwater.common.messages import Plan, Update, Vitals
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.secagg.masked_numbers import SUMMED_WEIGHT, numbers_of
 from headwater.common.secagg.plan_digest import plan_digest
 from headwater.common.settings import schema as settings
-from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.task import MAX_METRIC_CHARACTERS, MAX_METRICS, max_weight_per_example
 
 # The client's own settings.

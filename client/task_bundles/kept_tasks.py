@@ -21,8 +21,8 @@ from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import print_table, print_text
-from headwater.common.task_bundles.bundle import FOLDER, TaskBundle, read_bundle, unpacked
 from headwater.common.task_bundles.requirements import check_requirements
+from headwater.common.task_bundles.signed_bundle import FOLDER, TaskBundle, read_bundle, unpacked
 from headwater.common.user_code.task_spec import BUNDLE
 
 INDEX = "tasks.json"

@@ -3,7 +3,7 @@
 The size starts at one example and doubles. Before each doubling the peak of the next size is
 predicted from the measured ones, and the probe stops well below the limit: a cgroup kills a process
 that exceeds it. Both seconds and bytes are fitted as lines in the size
-(``headwater.common.stats.linear_fit``), because dispatch dominates small models: one micro-batch of
+(``common.estimates.linear_fit``), because dispatch dominates small models: one micro-batch of
 15 takes 0.21 ms, three of 5 take 0.50 ms.
 
 At each stage all sizes so far are timed in turn, so that load of other processes slows all of them

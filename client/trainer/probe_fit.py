@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headwater.client.device.interfaces import Speed
 from headwater.client.memory.peak_model import NOISE_BYTES, WORKING_FACTOR, PeakModel
-from headwater.common.stats.linear_fit import Line, fit_line
+from headwater.common.estimates.linear_fit import Line, fit_line
 from headwater.common.wording import bytes_text
 
 # Share of the memory limit that a predicted peak may fill. With activations of 4 MB and more the

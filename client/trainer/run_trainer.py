@@ -8,7 +8,7 @@ on the first examples that a process opens, and ``check_task`` switches both off
 from __future__ import annotations
 
 from headwater.client.features import algorithm_of, trial_of
-from headwater.client.memory.limits import MemoryLimits
+from headwater.client.memory.process_limits import MemoryLimits
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import AlgorithmSettings, Settings

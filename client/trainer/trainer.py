@@ -20,8 +20,8 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.features import own_parameters, take_model, takes_model, work_of
 from headwater.client.memory.in_place_gradients import add_in_place
-from headwater.client.memory.limits import MemoryLimit, MemoryLimits
 from headwater.client.memory.model_room import built_within
+from headwater.client.memory.process_limits import MemoryLimit, MemoryLimits
 from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples

@@ -10,9 +10,9 @@ import grpc.aio
 from headwater import __version__
 from headwater.client.device.host_name import host_name
 from headwater.client.operations.installed_tasks import NO_BUNDLE, task_in
-from headwater.client.transport.connection import channel_to
+from headwater.client.transport.lasting_connection import channel_to
 from headwater.client.transport.leaving import say_refusal
-from headwater.client.transport.retries import ConnectionBroken, RetryPolicy
+from headwater.client.transport.retry_policy import ConnectionBroken, RetryPolicy
 from headwater.common.errors import (
     ProtocolMismatch,
     TaskBundleRefused,

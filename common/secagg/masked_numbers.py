@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from headwater.common.errors import ModelMismatch, SumOutOfRange
+from headwater.common.estimates.gradient_noise import NoiseSums
 from headwater.common.messages import UpdateReport
 from headwater.common.secagg.protocol import MAX_SCALARS, NUM_CLIPPED, WEIGHT
 from headwater.common.secagg.scalar_encoding import Scalar, largest_sum
-from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
 
 LOSS, NUM_EXAMPLES, NUM_REFUSED = "loss_sum", "num_examples", "num_refused"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.common.data.metric_direction import is_part
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.estimates.gradient_noise import NoiseSums
 
 if TYPE_CHECKING:
     from headwater.server.aggregation.round_reports import ReportColumns

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.common.estimates.gradient_noise import NoiseSums
 from headwater.common.messages import UpdateReport
 from headwater.common.model.vectors import CHUNK
-from headwater.common.stats.gradient_noise import NoiseSums
 from headwater.common.task import MAX_METRICS
 from headwater.server.planning.vitals_columns import VitalsColumns
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from headwater.common.errors import CountOutOfRange, FeatureMissing, StateError
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.local_training.terms import PLAIN, LocalPlan
 from headwater.common.messages import Plan, UpdateReport
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
-from headwater.common.stats.linear_fit import Line
 from headwater.common.system.atomic_file import write_atomically
 from headwater.server.local_training.local_plans import algorithm_of
 

@@ -26,7 +26,7 @@ from headwater.server.enrolment.authority import (
     read_certificate,
 )
 from headwater.server.enrolment.port_address import enrolment_address
-from headwater.server.enrolment.registry import Registry
+from headwater.server.enrolment.token_registry import Registry
 
 SETTINGS_FILE = "server.toml"
 STREAM_PORT = 8500

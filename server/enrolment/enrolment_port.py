@@ -45,7 +45,7 @@ from headwater.server.enrolment.authority import (
 )
 from headwater.server.enrolment.join_request import JoinRequest, issue
 from headwater.server.enrolment.port_address import enrolment_address
-from headwater.server.enrolment.registry import Registry
+from headwater.server.enrolment.token_registry import Registry
 from headwater.server.transport.rate_limit import RateLimit, subscriber
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from headwater.common.errors import IdentityRefused, ProtocolMismatch
 from headwater.common.transport.certificates import key_digest, read_request
 from headwater.common.transport.join_token import SECRET_BYTES, secret_digest
 from headwater.server.enrolment.authority import Authority
-from headwater.server.enrolment.registry import Registry
+from headwater.server.enrolment.token_registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

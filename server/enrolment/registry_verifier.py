@@ -22,7 +22,7 @@ from headwater.common.transport.certificates import (
 from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import Certificate
 from headwater.server.enrolment.authority import CA_KEY_FILE, Authority
-from headwater.server.enrolment.registry import (
+from headwater.server.enrolment.token_registry import (
     REGISTRY_FILE,
     CertificateEntry,
     Registry,

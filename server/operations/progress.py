@@ -60,7 +60,7 @@ def _task_text(task: str | None) -> str | None:
     """Return a task's place, after the name and version of the signed bundle that it is of."""
     if task is None or bundle_folder(task) is None:
         return task
-    from headwater.common.task_bundles.bundle import bundle_of  # few tasks are published
+    from headwater.common.task_bundles.signed_bundle import bundle_of  # few tasks are published
 
     bundle = bundle_of(task)
     return task if bundle is None else f"{bundle.title}, {bundle.digest[:16]}, {task}"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.vitals_columns import Bools, Columns, Floats, Ints, VitalsColumns
 
 # Share of the deadline that is planned; the rest is for the unforeseen.

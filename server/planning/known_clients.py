@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headwater.common.errors import HeadwaterError, LateUpdate
+from headwater.common.estimates import training_speed
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import DeviceReport, ReadyReport, UpdateReport
-from headwater.common.stats import training_speed
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,

@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.estimates.gradient_noise import NoiseSums
 
 # The decay of a round's estimates in the running sums: the last twenty rounds make up two thirds.
 # Single rounds' estimates vary widely. On the digits 0.9 fluctuates by a third more and 0.98 reacts

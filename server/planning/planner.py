@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.common.estimates.linear_fit import Line
+from headwater.common.estimates.training_speed import MIN_SECONDS_PER_EXAMPLE
 from headwater.common.messages import MAX_STEPS
 from headwater.common.settings import schema as settings
-from headwater.common.stats.linear_fit import Line
-from headwater.common.stats.training_speed import MIN_SECONDS_PER_EXAMPLE
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
     DeviceEstimate,

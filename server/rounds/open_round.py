@@ -25,8 +25,8 @@ from headwater.common.errors import (
     UnexpectedUpdate,
     UpdateRefused,
 )
+from headwater.common.estimates.gradient_noise import NoiseSums, noise_sums
 from headwater.common.messages import Plan, ReadyReport, Update, UpdateReport
-from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.common.sums.encoded_vector import Vector, whole
 from headwater.common.terms import Terms
 from headwater.common.wording import counted

@@ -14,8 +14,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.common.estimates.gradient_noise import estimates_after_steps
 from headwater.common.messages import Plan, ReadyReport, UpdateReport
-from headwater.common.stats.gradient_noise import estimates_after_steps
 from headwater.server.aggregation.round_reports import AcceptedReports, mean_loss
 from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.target_batch import TargetBy
@@ -127,7 +127,7 @@ class RoundRow:
     # Coordinates and numbers that a masked round's fixed-point ranges cut off; None without masks.
     num_clipped: int | None = None
     # What the server sees of a masked round: how many coordinates of one device's vector, and of
-    # the opened sum, lie in each 32nd part of the ring (common/stats/ring_histogram.py).
+    # the opened sum, lie in each 32nd part of the ring (common/estimates/ring_histogram.py).
     ring_masked: Sequence[int] | None = None
     ring_opened: Sequence[int] | None = None
     # Privacy spent so far, and this round's noise; None without differential privacy. With it the

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headwater.common.errors import CorruptUpdate, SessionMismatch, TooFewSurvivors
+from headwater.common.estimates.ring_histogram import ring_histogram
 from headwater.common.secagg.protocol import (
     MaskReply,
     MaskRequest,
@@ -23,7 +24,6 @@ from headwater.common.secagg.protocol import (
     signatures_needed,
 )
 from headwater.common.secagg.session import SessionView
-from headwater.common.stats.ring_histogram import ring_histogram
 from headwater.server.secagg.parameters import SessionSetup, check_enough, check_reply
 from headwater.server.secagg.unmask_phase import Dealt, MaskedSum, UnmaskPhase, check_holders
 

@@ -23,11 +23,11 @@ from headwater.common.errors import (
     RoundAborted,
     UpdateAlreadyMasked,
 )
+from headwater.common.estimates.ring_histogram import ring_histogram
 from headwater.common.messages import Plan
 from headwater.common.model.vectors import zero_tensors
 from headwater.common.secagg.fixed_point import WIDE_RING
 from headwater.common.secagg.masked_numbers import NUM_ZERO
-from headwater.common.stats.ring_histogram import ring_histogram
 from headwater.common.task import task_code
 from headwater.common.user_code.task_spec import code_of
 from headwater.common.wording import counted

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from headwater.common.errors import SettingsError, TaskBundleRefused
 from headwater.common.system.atomic_file import OWNER_ONLY, write_atomically
-from headwater.common.task_bundles.bundle import (
+from headwater.common.task_bundles.requirements import check_requirements
+from headwater.common.task_bundles.signed_bundle import (
     MAX_FILES,
     SUFFIX,
     Content,
@@ -27,7 +28,6 @@ from headwater.common.task_bundles.bundle import (
     read_bundle,
     signed,
 )
-from headwater.common.task_bundles.requirements import check_requirements
 from headwater.common.transport.trusted_file import read_trusted
 from headwater.common.user_code.task_spec import find_task, name_of, source_file
 

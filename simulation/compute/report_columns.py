@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.common.estimates.gradient_noise import NoiseSums, noise_sums, solve_noise
 from headwater.common.messages import Step, UpdateReport
-from headwater.common.stats.gradient_noise import NoiseSums, noise_sums, solve_noise
 from headwater.server.aggregation.round_reports import (
     ReportBatch,
     ReportColumns,
@@ -151,7 +151,7 @@ class CohortReports(ReportBatch):
         if not is_measured.all():  # K = 1, steps without weight, or an example used twice
             each = [noise_sums(report, num_owned=owned[report.name]) for report in self]
             return [total(each)] if self.are_summed else each
-        # The same formulas as ``common.stats.gradient_noise.noise_sums``, for all devices at once.
+        # The same as ``estimates.gradient_noise.noise_sums``, for all devices at once.
         sent = columns.sent_weight.astype(np.float64)
         share = planned.num_examples / num_owned
         variance, squared = solve_noise(small, norms[first], large, norms[last])

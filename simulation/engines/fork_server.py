@@ -35,7 +35,7 @@ from headwater.client.flower.node import Node
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.client.transport.connection import Connection, stay_connected
+from headwater.client.transport.lasting_connection import Connection, stay_connected
 from headwater.common.errors import (
     HeadwaterError,
     NoFiniteExample,

@@ -21,10 +21,10 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.data.batches import batch_of, split_batch
 from headwater.common.errors import TaskFailed
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings, Settings
-from headwater.common.stats.linear_fit import Line
 from headwater.common.user_code.named_objects import part_of
 from headwater.common.user_code.run_scope import cached_in_scope
 from headwater.simulation.fleet.faults import link_slowdown

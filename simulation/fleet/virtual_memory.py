@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from headwater.client.memory.peak_model import PeakModel, guarded_bytes
-from headwater.common.stats.linear_fit import Line
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.wording import bytes_text
 
 

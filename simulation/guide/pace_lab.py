@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import PlanSettings
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import TransferCosts, assign
 from headwater.server.planning.vitals_columns import VitalsColumns

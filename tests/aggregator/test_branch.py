@@ -20,7 +20,7 @@ from headwater.common.errors import CertificateProblem
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.server.enrolment.authority import CA_FILE, CA_KEY_FILE
-from headwater.server.enrolment.registry import REGISTRY_FILE
+from headwater.server.enrolment.token_registry import REGISTRY_FILE
 from tests.processes import free_port
 
 

@@ -23,9 +23,9 @@ from headwater.client.secagg.plan_policy import (
     check_time,
 )
 from headwater.common.errors import MaskingTooWeak
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.secagg.masked_numbers import bounds_of
-from headwater.common.stats.linear_fit import Line
 from tests.masked import NodeDevice, opening_of, plan, play, sum_of, train, trainer
 
 MEMBERS, WIDTH, OWNED, MANY = 4, 24, 32, 128

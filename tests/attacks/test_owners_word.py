@@ -24,11 +24,11 @@ from headwater.client.secagg.prepare import floor_of
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import SettingsError, TaskError
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.flower import records
 from headwater.common.flower.grid import enter_run
 from headwater.common.settings.schema import SecureSettings, Settings
 from headwater.common.settings.sources import load
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import load_task
 from headwater.common.user_code.named_objects import constructed
 from tests.masked import RUN, plan

@@ -22,10 +22,10 @@ from headwater.client.secagg.plan_policy import LEAST_TIME, check_plan, check_ti
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.common.errors import CountOutOfRange, MaskingTooWeak
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import MAX_STEPS, Plan
 from headwater.common.secagg.plan_digest import OF_EACH, plan_digest
 from headwater.common.settings.schema import SecureSettings
-from headwater.common.stats.linear_fit import Line
 from tests import training_contexts as contexts
 from tests.client.secagg.cohort import describe
 from tests.masked import RUN, NodeDevice, plan, settings_of, train

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.client.memory.limits import MemoryLimit
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.client.memory.stand_ins import built_without_values
 from headwater.common.errors import OutOfMemory
 from headwater.common.frozen import nf4_weights

@@ -21,7 +21,7 @@ from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.transport import leaving as departure
-from headwater.client.transport.connection import Connection
+from headwater.client.transport.lasting_connection import Connection
 from headwater.common.settings.schema import ClientSettings, Settings
 from headwater.server.operations.status import read_status
 from tests.processes import GatedTask, Processes, port_of, rows, until, write_task

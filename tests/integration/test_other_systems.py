@@ -77,7 +77,7 @@ def test_the_test_takes_away_what_it_says(tmp_path: Path) -> None:
         "    except ImportError:\n"
         "        continue\n"
         "    raise AssertionError(name)\n"
-        "from headwater.client.memory.limits import MemoryLimits\n"
+        "from headwater.client.memory.process_limits import MemoryLimits\n"
         "assert {limit.source for limit in MemoryLimits().all()} == {'machine'}\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)

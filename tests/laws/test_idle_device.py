@@ -15,8 +15,8 @@ import json, sys
 import headwater.client.app, headwater.client.cli
 import headwater.client.device.hardware, headwater.client.energy.throttle
 import headwater.client.enrolment.signing_identity, headwater.client.flower.node
-import headwater.client.memory.limits, headwater.client.trainer.trainer
-import headwater.client.transport.connection
+import headwater.client.memory.process_limits, headwater.client.trainer.trainer
+import headwater.client.transport.lasting_connection
 import headwater.common.system.console, headwater.common.transport.tls
 json.dump(sorted(sys.modules), sys.stdout)
 """

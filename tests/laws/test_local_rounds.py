@@ -18,12 +18,12 @@ import headwater
 from headwater.client.features import train_round
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, window
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.messages import DeviceReport, Plan, Update, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.common.stats.linear_fit import Line
 from headwater.server.local_training.local_round import local_round
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.features import planning_features

@@ -17,10 +17,10 @@ from headwater.client.memory.peak_model import ProcessMemory
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.sampler import SamplerPosition, Window, window
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Plan, Vitals
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as chosen
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Examples, Task, max_weight_per_example
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.planning.cohort import dataset_weights

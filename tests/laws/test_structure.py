@@ -55,7 +55,7 @@ MUST_NOT_IMPORT = {
 MAY_IMPORT_FLOWER = (
     *("client/app.py", "client/plan_features.py", "client/flower/", "common/flower/"),
     *("client/masked_rounds/", "client/offline/offline_plans.py"),
-    *("server/app.py", "server/flower/", "aggregator/app.py", "simulation/engines/"),
+    *("server/app.py", "server/flower/", "aggregator/answers_above.py", "simulation/engines/"),
     "simulation/cluster/flower_ray.py",
     "simulation/cluster/ray_grid.py",
     *("server/asynchronous/dispatched_plans.py", "server/asynchronous/dispatching_grid_fleet.py"),

@@ -231,7 +231,7 @@ def test_a_flower_app_keeps_its_own_client_and_server(installed: Installed, user
 @pytest.mark.slow
 def test_a_type_checker_sees_the_types_of_the_wheel(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import headwater\nfrom headwater.common.stats.linear_fit import Line\n\n"
+        "import headwater\nfrom headwater.common.estimates.linear_fit import Line\n\n"
         "reveal_type(headwater.__version__)\nreveal_type(Line(base=1.0, each=2.0).at(3))\n"
     )
     (tmp_path / "mypy.ini").write_text(OUR_TYPES_ALONE)

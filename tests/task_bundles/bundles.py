@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from headwater.common.task_bundles.bundle import TaskBundle
+from headwater.common.task_bundles.signed_bundle import TaskBundle
 from headwater.server.task_bundles.publish import public_key, publish, signer_key
 
 TASK = """

@@ -13,7 +13,7 @@ from headwater.client.device.interfaces import TimeShare
 from headwater.client.trainer.probe import ExampleProbe
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
-from tests.client.memory.test_limits import AVAILABLE, RESIDENT, machine
+from tests.client.memory.test_process_limits import AVAILABLE, RESIDENT, machine
 from tests.client.trainer.test_probe import training_context
 from tests.tasks import examples
 

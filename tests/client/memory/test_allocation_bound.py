@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headwater.client.memory.allocation_bound import bound_in_force, bounded
-from headwater.client.memory.limits import MemoryLimits
 from headwater.client.memory.peak_model import resident_bytes
+from headwater.client.memory.process_limits import MemoryLimits
 from headwater.common.system.portability import optional_module
 
 resource = optional_module("resource")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.model_room import built_within
 from headwater.client.memory.peak_model import PeakMeter, resident_bytes
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import OutOfMemory, UnsupportedModel
 from headwater.common.system.heap import release_freed_memory
 

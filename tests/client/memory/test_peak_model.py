@@ -28,7 +28,7 @@ from headwater.client.memory.peak_model import (
     resident_bytes,
     status_bytes,
 )
-from headwater.common.stats.linear_fit import Line
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.system.heap import release_freed_memory
 from headwater.common.user_code.failures import is_allocation_failure
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.peak_model import PeakMeter, resident_bytes
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.client.trainer.trainer import built_or_sent
 from headwater.common.errors import OutOfMemory
 from headwater.common.frozen import nf4_weights

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from headwater.client.cli import app
 from headwater.client.energy.availability import ROUND_SLACK_BYTES
-from headwater.client.memory.limits import MemoryLimit
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.client.operations.connectivity import check_connection
 from headwater.client.operations.doctor import (
     FIRST_DAY,

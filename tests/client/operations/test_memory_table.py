@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headwater.client.memory.footprint import Footprint
-from headwater.client.memory.limits import MemoryLimit
 from headwater.client.memory.peak_model import PeakModel
+from headwater.client.memory.process_limits import MemoryLimit
 from headwater.client.operations.memory_table import (
     Part,
     check_fits,
@@ -17,7 +17,7 @@ from headwater.client.operations.memory_table import (
 )
 from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import OutOfMemory
-from headwater.common.stats.linear_fit import Line
+from headwater.common.estimates.linear_fit import Line
 
 MB = 1_000_000
 AT_REST = [Part("libraries", 200.0 * MB), Part("vector", 100.0 * MB)]

@@ -17,6 +17,7 @@ from headwater.client.masked_rounds.masked_description import SPEED_EXAMPLES
 from headwater.client.secagg.pending import pending_in
 from headwater.client.training.sampler import SamplerPosition
 from headwater.common.errors import CorruptUpdate, SessionMismatch, UpdateNotHeld
+from headwater.common.estimates.training_speed import reported_line
 from headwater.common.flower import records
 from headwater.common.messages import DeviceReport, ReadyReport
 from headwater.common.secagg.fixed_point import decode_mean
@@ -28,7 +29,6 @@ from headwater.common.secagg.hadamard_rotation import (
 )
 from headwater.common.secagg.masked_numbers import LOSS, NUM_EXAMPLES
 from headwater.common.secagg.protocol import NUM_CLIPPED, WEIGHT, MaskRequest, UnmaskRequest
-from headwater.common.stats.training_speed import reported_line
 from tests.client.secagg.cohort import Between, describe, devices, make_setup, place_of, trained
 from tests.faults import FaultPlan
 from tests.masked import (

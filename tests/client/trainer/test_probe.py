@@ -33,8 +33,8 @@ from headwater.client.trainer.probe_fit import (
 from headwater.client.training.accumulator import Accumulator
 from headwater.client.training.context import TrainingContext
 from headwater.common.errors import OutOfMemory, TaskFailed
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.model.parameters import build_model
-from headwater.common.stats.linear_fit import Line
 from headwater.common.task import Task
 from tests.commands import python
 from tests.tasks import NAN_LOSS, NUM_HIDDEN, RAISES_BACKWARD, RAISES_FORWARD, TwoLayers, examples

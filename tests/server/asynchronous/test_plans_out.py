@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import CountOutOfRange
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Plan, UpdateReport
 from headwater.common.offline.terms import OfflineTerms
 from headwater.common.settings.schema import Settings
-from headwater.common.stats.linear_fit import Line
 from headwater.server.asynchronous.plans_out import FILE, MOST_HASTE, PlansOut
 
 

@@ -10,7 +10,7 @@ import pytest
 from headwater.common.errors import CertificateProblem, SettingsError
 from headwater.common.transport.join_token import JoinToken
 from headwater.server.enrolment.commands import SETTINGS_FILE, make_folder, make_token
-from headwater.server.enrolment.registry import Registry
+from headwater.server.enrolment.token_registry import Registry
 
 
 @pytest.fixture

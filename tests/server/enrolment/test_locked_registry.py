@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import StateError
-from headwater.server.enrolment.registry import Registry
 from headwater.server.enrolment.registry_verifier import RegistryVerifier
+from headwater.server.enrolment.token_registry import Registry
 from headwater.server.transport.peer_certificates import PeerCertificate
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headwater.common.settings.schema import Settings
-from headwater.common.task_bundles.bundle import unpacked
+from headwater.common.task_bundles.signed_bundle import unpacked
 from headwater.server.operations.progress import print_result, print_settings
 from headwater.server.operations.round_log import ROUNDS, row_to_dict
 from tests.round_rows import row

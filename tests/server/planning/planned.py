@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
 from headwater.common.settings import schema as settings
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning import cohort, planner
 from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import Assigned, Assignment, TransferCosts

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.device_estimates import (
     DEADLINE_SHARE,
     UNKNOWN_DEVICE,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.common.errors import LateUpdate
+from headwater.common.estimates import training_speed
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import DeviceReport, ReadyReport, Step, UpdateReport, Vitals
-from headwater.common.stats import training_speed
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients, Selection
 from headwater.server.planning.device_estimates import DEADLINE_SHARE, DeviceEstimate
 from headwater.server.planning.known_clients import MIN_SHARE, KnownClients, Told

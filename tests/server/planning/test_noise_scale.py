@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from headwater.common.estimates.gradient_noise import NoiseSums, estimates_after_steps, noise_sums
 from headwater.common.messages import Step, UpdateReport
 from headwater.common.model.vectors import squared_norm
-from headwater.common.stats.gradient_noise import NoiseSums, estimates_after_steps, noise_sums
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise, round_noise, total
 
 Array = NDArray[np.float64]

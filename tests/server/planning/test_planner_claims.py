@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwater.common.stats.linear_fit import Line
+from headwater.common.estimates.linear_fit import Line
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.device_estimates import MIN_TIME_SHARE
 from headwater.server.planning.planner import MAX_SPEED_RATIO, TransferCosts

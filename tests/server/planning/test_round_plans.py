@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from headwater.common.errors import PrivacyBudgetSpent, TooFewPermitted
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import DeviceReport, Plan, Vitals
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.common.stats.linear_fit import Line
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.exclusions import owners_reasons
 from headwater.server.planning.features import PlanningMoments, planning_features

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from headwater.common.estimates.gradient_noise import NoiseSums, noise_sums
 from headwater.common.messages import Step, Update, UpdateReport
 from headwater.common.model.layout import ModelLayout, layout_of
-from headwater.common.stats.gradient_noise import NoiseSums, noise_sums
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.round_reports import (
     Floats,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from headwater.common.stats.gradient_noise import NoiseSums
+from headwater.common.estimates.gradient_noise import NoiseSums
 from headwater.server.aggregation.believed_figures import believed_noise
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.secagg.opened_figures import OpenedFigures

@@ -11,10 +11,10 @@ from headwater.client.device.interfaces import Hardware
 from headwater.client.memory.peak_model import GUARD_SHARE
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.training.context import Identity
+from headwater.common.estimates.linear_fit import Line
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
-from headwater.common.stats.linear_fit import Line
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.profiles import SimulatedDevice
 from headwater.simulation.fleet.virtual_hardware import (

@@ -30,7 +30,7 @@ from headwater.common.transport.certificates import (
 )
 from headwater.server.enrolment.authority import Authority
 from headwater.server.enrolment.join_request import JoinRequest, issue
-from headwater.server.enrolment.registry import LINGER_SECONDS, REGISTRY_FILE, Registry
+from headwater.server.enrolment.token_registry import LINGER_SECONDS, REGISTRY_FILE, Registry
 from tests.certificates import make_folder, token_for
 
 NOW = 1_000_000.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headwater.client.task_bundles.kept_tasks import INDEX, kept_tasks, show, taken
 from headwater.common.errors import SettingsError, TaskBundleRefused, UnknownTask
 from headwater.common.settings.schema import ClientSettings
-from headwater.common.task_bundles.bundle import (
+from headwater.common.task_bundles.signed_bundle import (
     CONTEXT,
     FOLDER,
     MAGIC,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headwater.common.estimates.ring_histogram import MAX_COORDINATES, NUM_BINS, ring_histogram
 from headwater.common.secagg.masking import Stream, mask_in_place
 from headwater.common.secagg.secret import Secret
-from headwater.common.stats.ring_histogram import MAX_COORDINATES, NUM_BINS, ring_histogram
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])

@@ -11,7 +11,7 @@ is that of the round's sums, so a device that pauses to keep to a fraction of it
 its pauses. But the round is divided into a few segments, and a segment's deviation from their
 median is clipped, so that a single slow micro-batch has little effect. (The median alone varies
 nearly three times as much from round to round.) Then the slope: the differences between a round's
-micro-batch sizes change it (``common.stats.linear_fit.refit_line``).
+micro-batch sizes change it (``common.estimates.linear_fit.refit_line``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from headwater.common.estimates.linear_fit import Line, refit_line
 from headwater.common.messages import DeviceReport
-from headwater.common.stats.linear_fit import Line, refit_line
 
 # Exponent of the ratio: after a change by 5, two rounds come within 5^(0.2^2) - 1 = 7 % of it.
 UPDATE_EXPONENT = 0.8

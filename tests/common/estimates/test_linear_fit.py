@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.stats.linear_fit import PRIOR_WEIGHT, Line, fit_line, refit_line
+from headwater.common.estimates.linear_fit import PRIOR_WEIGHT, Line, fit_line, refit_line
 
 VALUES = st.floats(1e-6, 1e12)
 POINTS = st.lists(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headwater.client.transport.retries import (
+from headwater.client.transport.retry_policy import (
     MAX_BACKOFF_SECONDS,
     STANDBY_BACKOFF_SECONDS,
     ConnectionBroken,

@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headwater.client.memory.limits import (
+from headwater.client.memory.peak_model import CODE_BYTES
+from headwater.client.memory.process_limits import (
     IMPORT_BYTES,
     READ_EVERY_SECONDS,
     MemoryLimit,
@@ -16,7 +17,6 @@ from headwater.client.memory.limits import (
     check_import_room,
     usable_cores,
 )
-from headwater.client.memory.peak_model import CODE_BYTES
 from headwater.common.errors import OutOfMemory
 from tests.machines import write
 

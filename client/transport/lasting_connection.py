@@ -25,7 +25,7 @@ from headwater.client.transport.certificate import DeviceCertificate
 from headwater.client.transport.exchange import Exchange
 from headwater.client.transport.incoming_image import ModelBroken
 from headwater.client.transport.leaving import LeavePolicy
-from headwater.client.transport.retries import (
+from headwater.client.transport.retry_policy import (
     FIRST_BACKOFF_SECONDS,
     ConnectionBroken,
     RetryPolicy,
@@ -326,7 +326,7 @@ async def stay_connected(
     | True | it waits without limit, also for a run of a task that it has |
 
     A stop signal ends it. ``after_seconds`` is how long to wait first
-    (``client.transport.retries.TaskChanges``).
+    (``client.transport.retry_policy.TaskChanges``).
 
     Raises:
         HeadwaterError, OtherTaskOffered: see ``Connection.run``.

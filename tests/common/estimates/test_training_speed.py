@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.messages import DeviceReport, Step, UpdateReport
-from headwater.common.settings import schema as settings
-from headwater.common.stats.linear_fit import Line
-from headwater.common.stats.training_speed import (
+from headwater.common.estimates.linear_fit import Line
+from headwater.common.estimates.training_speed import (
     MAX_BEND,
     MAX_CHANGE,
     MAX_DEVIATION,
@@ -23,6 +21,8 @@ from headwater.common.stats.training_speed import (
     reported_line,
     updated_line,
 )
+from headwater.common.messages import DeviceReport, Step, UpdateReport
+from headwater.common.settings import schema as settings
 from headwater.server.planning.device_estimates import DeviceEstimate, EstimateColumns
 from headwater.server.planning.planner import assign
 
