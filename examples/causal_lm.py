@@ -70,6 +70,7 @@ END = "<|end|>"  # between texts
 TEST_EVERY = 10  # of the bundled texts
 NUM_TEST_EXAMPLES = 64
 NUM_SAMPLE_TOKENS = 48
+SAMPLE_SECONDS = 60.0  # a sample of a model that needs longer is shorter
 PIECES = "tokenizer.model"
 
 log = logging.getLogger(__name__)
@@ -235,6 +236,7 @@ class CausalLm:
             input_ids=given_1T,
             attention_mask=torch.ones_like(given_1T),
             max_new_tokens=NUM_SAMPLE_TOKENS,
+            max_time=SAMPLE_SECONDS,
             do_sample=False,
             pad_token_id=self.tokenizer.eos_token_id,
         )

@@ -106,10 +106,10 @@ class PlanTable(Mapping[str, Plan]):
 
     def of_each(self, figure: Callable[[NamedTerms], Any]) -> list[Any]:
         """Return what follows from each client's terms alone; found once for each kind of them."""
+        if len(set(map(id, self.terms))) == 1:
+            return [figure(self.terms[0])] * len(self.terms)
         kinds = dict(zip(map(id, self.terms), self.terms, strict=True))
         found = {key: figure(terms) for key, terms in kinds.items()}
-        if len(found) == 1:
-            return [*found.values()] * len(self.terms)
         return list(map(found.__getitem__, map(id, self.terms)))
 
     def of_each_kind(self) -> list[Plan]:

@@ -321,16 +321,15 @@ def finish_round(
     Raises:
         HeadwaterError: see ``Training.close_round`` and ``Training.commit``.
     """
+    single, ready = opened.accepted.single, opened.ready.values()
+    told = [
+        Told(one.columns.names, one.columns.vitals, *one.timing) for one in opened.accepted.blocks
+    ]
+    told += [Told.by(single)] if single else []
+    told += [Told.by_ready(ready)] if ready else []
     training.planner.known.learn(
         planned.plans,
-        told=[
-            *(
-                Told(one.columns.names, one.columns.vitals, *one.timing)
-                for one in opened.accepted.blocks
-            ),
-            Told.by(opened.accepted.single),
-            Told.by_ready(opened.ready.values()),
-        ],
+        told=told,
         refused=opened.refused,
         exceptions=planned.exceptions,
     )
