@@ -84,6 +84,7 @@ AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 
 TaskCode = Annotated[str, Field(pattern=r"^.{1,100} [0-9a-f]{64}$")]
 """The name of a task's class and the digest of its code (``user_code.task_spec.code_of``)."""
+Labels = Annotated[str, Field(pattern=f"^{LABELS_PATTERN}$", max_length=MAX_LABELS)]
 FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The digest of the model's frozen part (``common.model.frozen_part``)."""
 
@@ -390,8 +391,8 @@ class DeviceReport(WireMessage):
         False, description="the device has not the frozen part that the request names"
     )
     task: TaskCode | None = Field(None, description="which task the device trains")
-    labels: Annotated[str, Field(pattern=f"^{LABELS_PATTERN}$", max_length=MAX_LABELS)] | None = (
-        Field(None, description="what its owner says of it, as site=lab,kind=pi; None: nothing")
+    labels: Labels | None = Field(
+        None, description="what its owner says of it, as site=lab,kind=pi; None: nothing"
     )
     is_aggregator: bool = Field(
         False, description="it trains nothing itself, and lists its own devices when asked"
@@ -523,6 +524,7 @@ class EvaluateReport(WireMessage):
     loss_sum: Finite
     metric_sums: MetricSums = Field(default_factory=dict)
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
+    labels: Labels | None = Field(None, description="of the device, for metrics of each label")
 
 
 class HoldOut(Protocol):

@@ -416,13 +416,14 @@ class Trainer:
             store.write(local, self.image.layout)  # the last round's step is no longer pending
         version = self.loaded_model.version
         tell_round(self.task, plan.round)
-        return self._evaluation.report(
+        report = self._evaluation.report(
             identity.name,
             held_out,
             batch_size=plan.micro_batch_size,
             run_id=None if version is None else version[0],
             lengths=self._examples.lengths(held_out),
         )
+        return report.model_copy(update={"labels": identity.labels})
 
 
 def built_or_sent(

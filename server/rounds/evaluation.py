@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MICRO_BATCH_SIZE = 256
 MAX_NAMED = 5  # clients in one log line
+LEAST_DEVICES = 3  # whose metrics are told apart from the others', as in a secure session
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +55,8 @@ class EvaluatedRound:
     """Devices whose held-out examples are in the metrics; None if devices do not evaluate."""
     not_evaluated: dict[str, str] = field(default_factory=dict)
     """Why each of the other devices is not in them."""
+    metrics_by_label: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Those of the devices of each label, see ``by_label``."""
 
 
 def server_test_examples(task: Task, image: ModelImage, settings: Settings) -> Examples | None:
@@ -161,6 +164,8 @@ def on_devices(
 ) -> EvaluatedRound:
     """Return held_out_loss and the metrics over all devices that evaluated some example.
 
+    And over those of each label, if ``by_label`` lets them be told.
+
     A report counts up to the weight ``most_weight`` of its device, and not at all if its figures
     are beyond belief. It logs what was left out, in a line for examples and one for devices. A lost
     connection, or a device with too few examples to hold one out, is no warning.
@@ -207,14 +212,44 @@ def on_devices(
             _first(warned),
         )
     names = most_reported(Counter(chain.from_iterable(one.metric_sums for one in reports)))
-    sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
-    loss = math.fsum(report.loss_sum for report in reports)
     return EvaluatedRound(
-        metrics=means("held_out", task, loss, sum(report.weight for report in reports), sums),
+        metrics=_means_of(task, reports, names),
         num_held_out_left_out=sum(refused.values()),
         num_held_out_clients=len(reports),
         not_evaluated=missing,
+        metrics_by_label={
+            label: _means_of(task, found, names) | {"num_devices": len(found)}
+            for label, found in by_label(reports).items()
+        },
     )
+
+
+def by_label(reports: Sequence[EvaluateReport]) -> dict[str, list[EvaluateReport]]:
+    """Return the reports of the devices of each label, where that betrays no few of them.
+
+    A label is left out if some sum or difference of what is told would be of fewer than
+    ``LEAST_DEVICES``: of all devices, of a label, or of several labels. So is one that all devices
+    have. Labels come in the order of their names.
+    """
+    rows_of: dict[str, set[int]] = {}
+    for row, report in enumerate(reports):
+        for label in report.labels.split(",") if report.labels else ():
+            rows_of.setdefault(label, set()).add(row)
+    cells = [set(range(len(reports)))]  # devices that no told label tells apart
+    found = {}
+    for label, rows in sorted(rows_of.items()):
+        parts = [part for cell in cells for part in (cell & rows, cell - rows) if part]
+        if len(parts) > len(cells) and min(map(len, parts)) >= LEAST_DEVICES:
+            cells, found[label] = parts, [reports[row] for row in sorted(rows)]
+    return found
+
+
+def _means_of(
+    task: Task, reports: Sequence[EvaluateReport], names: Iterable[str]
+) -> dict[str, float]:
+    sums = {n: math.fsum(report.metric_sums.get(n, 0.0) for report in reports) for n in names}
+    loss = math.fsum(report.loss_sum for report in reports)
+    return means("held_out", task, loss, sum(report.weight for report in reports), sums)
 
 
 def _believed(

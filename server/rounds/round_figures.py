@@ -51,6 +51,7 @@ def row_of_round(
         num_held_out_left_out=evaluated.num_held_out_left_out,
         num_held_out_clients=evaluated.num_held_out_clients,
         not_evaluated=evaluated.not_evaluated,
+        metrics_by_label=evaluated.metrics_by_label,
         learning_rate=step.learning_rate,
         seconds=total_seconds,
         seconds_split=seconds_split,

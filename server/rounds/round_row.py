@@ -99,6 +99,9 @@ class RoundRow:
     num_held_out_left_out: int = 0
     num_held_out_clients: int | None = None
     not_evaluated: dict[str, str] = field(default_factory=dict)
+    # The metrics of the devices of each label, where that betrays no few of them
+    # (server/rounds/evaluation.py), and how many they are.
+    metrics_by_label: dict[str, dict[str, float]] = field(default_factory=dict)
     # Mean seconds of the clients that answered, from the plans' departure to the last answer: down,
     # compute, up and wait (server/aggregation/round_seconds.py). Empty in asynchronous rounds.
     client_seconds: dict[str, float] = field(default_factory=dict)

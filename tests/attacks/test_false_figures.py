@@ -17,7 +17,7 @@ from headwater.common.messages import EvaluateReport
 from headwater.server.aggregation.believed_figures import MOST_PART, false_figures, without_figures
 from headwater.server.aggregation.round_reports import ReportColumns, total_metrics
 from headwater.server.planning.vitals_columns import VitalsColumns
-from headwater.server.rounds.evaluation import on_devices
+from headwater.server.rounds.evaluation import EvaluatedRound, on_devices
 from tests.attacks.raw import cohort
 from tests.python_tasks import Signs
 
@@ -125,6 +125,10 @@ def evaluated(name: str, loss: float, accuracy: float, weight: int = 10) -> Eval
     return EvaluateReport(name=name, weight=weight, loss_sum=loss * weight, metric_sums=metrics)
 
 
+def counted_of(lie: EvaluateReport, most_weight: dict[str, int]) -> EvaluatedRound:
+    return on_devices([*HONEST, lie], task=Signs(), round_number=1, most_weight=most_weight)
+
+
 HONEST = [evaluated("a", 1.0, 0.25), evaluated("b", 2.0, 0.5), evaluated("c", 3.0, 0.75)]
 
 
@@ -140,7 +144,7 @@ def test_what_a_device_tells_of_its_held_out_examples_is_not_believed_alone(
     lie: EvaluateReport, why: str
 ) -> None:
     weights = dict.fromkeys(["a", "b", "c", "liar"], 100)
-    found = on_devices([*HONEST, lie], task=Signs(), round_number=1, most_weight=weights)
+    found = counted_of(lie, weights)
     assert found.metrics == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
     assert found.num_held_out_clients == 3
     assert found.not_evaluated["liar"].startswith(why)
@@ -152,7 +156,7 @@ def test_held_out_examples_count_up_to_what_a_device_owns(
     weights = {"a": 10, "b": 10, "c": 10, "liar": 30}
     with caplog.at_level(logging.WARNING):
         lie = evaluated("liar", 1.0, 1.0, weight=10**15)
-        found = on_devices([*HONEST, lie], task=Signs(), round_number=1, most_weight=weights)
+        found = counted_of(lie, weights)
     assert found.metrics["held_out_accuracy"] == pytest.approx((0.5 * 30 + 1.0 * 30) / 60)
     assert "1 device told more held-out examples than examples in all" in caplog.text
 
