@@ -36,6 +36,10 @@ CONVERSIONS = {
     *(Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.double),
     *(Tensor.clone, Tensor.contiguous, Tensor.cpu, torch.clone),
 }
+STORE_NARROW = (
+    "give the device more memory, or store the frozen weights in four bits: --frozen-dtype nf4 on "
+    "the server and every device"
+)
 OF_FLAGS = {"requires_grad_", "detach_", "share_memory_"}
 VALUES = {"item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__"}
 
@@ -72,8 +76,12 @@ def built_without_values(
             one.data = torch.zeros(one.shape, dtype=one.dtype)
     store(model)
     stored = [memory_of(tensor) for _, tensor in named_tensors(model)]
-    frozen = sum(one.nbytes for one in stored if is_stand_in(one))
-    if not frozen or not _has_room(limit, gradient + frozen):
+    sent = [one for one in stored if is_stand_in(one)]
+    frozen = sum(one.nbytes for one in sent)
+    if frozen and not _has_room(limit, gradient + frozen):
+        is_narrow = any(not one.is_floating_point() for one in sent)
+        raise OutOfMemory(why.message, remedy=None if is_narrow else STORE_NARROW)
+    if not frozen:
         raise why
     log.warning(
         "%s. The server sends its frozen part, %s as the run stores it, so the task's own values "

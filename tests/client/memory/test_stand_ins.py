@@ -161,6 +161,15 @@ def test_a_model_that_needs_its_values_or_more_room_is_refused(
         built_or_sent(room_for(num_mib), kind, nf4_weights.store)
 
 
+def test_frozen_weights_that_would_fit_in_four_bits_are_refused_with_that_remedy() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        built_or_sent(room_for(48), Adapted, lambda model: None)
+    assert "--frozen-dtype nf4" in caught.value.remedy
+    with pytest.raises(OutOfMemory) as caught:
+        built_or_sent(room_for(20), Adapted, nf4_weights.store)
+    assert "--frozen-dtype" not in caught.value.remedy
+
+
 def test_a_model_without_frozen_weights_is_refused() -> None:
     def trained() -> nn.Module:
         return Adapted().requires_grad_(True)
