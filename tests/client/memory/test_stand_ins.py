@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("collected")
 
 MIB = 2**20
 WIDTH, LAYER = 2048, 16  # MiB of a layer in float32; 2.25 in four bits
-NUM_LAYERS = 8
+NUM_LAYERS = 16
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def room_for(num_mib: int) -> Callable[[], MemoryLimit]:
 @pytest.mark.parametrize(
     ("kind", "store", "num_mib"),
     [
-        pytest.param(Adapted, nf4_weights.store, 48, id="four bits"),
-        pytest.param(Narrow, nf4_weights.store, 48, id="bfloat16 in four bits"),
-        pytest.param(Adapted, store_in_bfloat16, 96, id="bfloat16"),
+        pytest.param(Adapted, nf4_weights.store, 64, id="four bits"),
+        pytest.param(Narrow, nf4_weights.store, 64, id="bfloat16 in four bits"),
+        pytest.param(Adapted, store_in_bfloat16, 180, id="bfloat16"),
     ],
 )
 def test_frozen_weights_take_no_memory_until_they_are_sent(
@@ -108,7 +108,7 @@ def test_frozen_weights_take_no_memory_until_they_are_sent(
     image = ModelImage(model)
     held = resident_bytes() - before
     assert meter.peak_bytes() - before < (num_mib + LAYER) * MIB
-    assert held < LAYER * MIB  # the table, and what trains; 18 in four bits
+    assert held < 1.5 * LAYER * MIB  # the table, and what trains; in four bits 36 are sent
     assert "the server sends its frozen part" in caplog.text.lower()
 
     torch.manual_seed(0)
@@ -149,9 +149,9 @@ def test_a_large_weight_that_trains_begins_at_zero() -> None:
     ("kind", "num_mib"),
     [
         pytest.param(Adapted, 20, id="no room in four bits either"),
-        pytest.param(Scaled, 48, id="a value is read"),
-        pytest.param(Doubled, 48, id="something is computed from the values"),
-        pytest.param(WithOwnTensor, 48, id="a tensor is no part of the model"),
+        pytest.param(Scaled, 64, id="a value is read"),
+        pytest.param(Doubled, 64, id="something is computed from the values"),
+        pytest.param(WithOwnTensor, 64, id="a tensor is no part of the model"),
     ],
 )
 def test_a_model_that_needs_its_values_or_more_room_is_refused(
@@ -163,7 +163,7 @@ def test_a_model_that_needs_its_values_or_more_room_is_refused(
 
 def test_frozen_weights_that_would_fit_in_four_bits_are_refused_with_that_remedy() -> None:
     with pytest.raises(OutOfMemory) as caught:
-        built_or_sent(room_for(48), Adapted, lambda model: None)
+        built_or_sent(room_for(64), Adapted, lambda model: None)
     assert "--frozen-dtype nf4" in caught.value.remedy
     with pytest.raises(OutOfMemory) as caught:
         built_or_sent(room_for(20), Adapted, nf4_weights.store)
@@ -175,4 +175,4 @@ def test_a_model_without_frozen_weights_is_refused() -> None:
         return Adapted().requires_grad_(True)
 
     with pytest.raises(OutOfMemory):
-        built_or_sent(room_for(48), trained, lambda model: None)
+        built_or_sent(room_for(64), trained, lambda model: None)
