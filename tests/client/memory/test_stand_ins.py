@@ -39,9 +39,11 @@ def collected() -> Iterator[None]:
 class Adapted(nn.Module):
     """Frozen layers beside one that trains, and a table that ``new_model`` computes."""
 
+    num_layers = NUM_LAYERS
+
     def __init__(self) -> None:
         super().__init__()
-        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.num_layers))
         self.base = nn.Sequential(*layers).requires_grad_(False)
         self.head = nn.Linear(WIDTH, 2)
         self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
@@ -54,6 +56,10 @@ class Adapted(nn.Module):
 
 def weight_of(model: nn.Module, layer: int) -> Tensor:
     return model.get_parameter(f"base.{layer}.weight")
+
+
+class Small(Adapted):
+    num_layers = 2
 
 
 class Narrow(Adapted):
@@ -126,9 +132,9 @@ def test_frozen_weights_take_no_memory_until_they_are_sent(
 
 def test_a_model_that_has_room_is_as_the_task_builds_it() -> None:
     torch.manual_seed(3)
-    plain = Adapted()
+    plain = Small()
     torch.manual_seed(3)
-    model = built_or_sent(room_for(40 * LAYER), Adapted, nf4_weights.store)
+    model = built_or_sent(room_for(40 * LAYER), Small, nf4_weights.store)
     nf4_weights.store(plain)
     assert torch.equal(ModelImage(model).frozen_U8, ModelImage(plain).frozen_U8)
 
