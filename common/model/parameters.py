@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -254,10 +255,14 @@ class ModelImage:
 
 
 def _frozen_block(model: nn.Module, num_bytes: int) -> Tensor:
-    """Return memory for the frozen part; of zeros, none of them there, if it is yet to come."""
-    if any(is_stand_in(memory_of(tensor)) for tensor in model.parameters()):
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    """Return memory for the frozen part; of zeros that take none, if it is yet to come."""
+    if not any(is_stand_in(memory_of(tensor)) for tensor in model.parameters()):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, num_bytes)
+    else:  # of shared pages also those that are only read would be there
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def built(new_model: Callable[[], nn.Module], store: Callable[[nn.Module], None]) -> nn.Module:
