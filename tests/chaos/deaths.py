@@ -59,7 +59,7 @@ POINTS = {
     "between micro-batches": _client("training.spool:SpooledWindow.save", "behind"),
     "trained, place not kept": _client("flower.state_file:StateFile.write"),
     "trained, place kept": _client("flower.state_file:StateFile.write", "behind"),
-    "in its upload": _client("transport.connection:Connection._write"),
+    "in its upload": _client("transport.lasting_connection:Connection._write"),
     "uploaded, not acknowledged": _client("transport.exchange:Exchange.take_receipt"),
     "acknowledged": _client("transport.exchange:Exchange.take_receipt", "behind"),
     "handed over": _client("flower.node:Node.delivered", "behind"),
