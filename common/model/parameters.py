@@ -131,6 +131,7 @@ class ModelImage:
     def frozen_buffer(self) -> memoryview:
         """Return the frozen part's memory, to be overwritten, without a copy."""
         self.fingerprint = None
+        release_freed_memory()  # what passes have left, before these pages are there
         return self.frozen_U8.numpy().data
 
     @property
