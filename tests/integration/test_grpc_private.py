@@ -154,7 +154,7 @@ def test_a_device_whose_budget_is_spent_adds_nothing_more(tmp_path: Path) -> Non
         release_rounds(out, server, joined=range(3))
         for process in (server, poor, *others):
             process.succeed()
-        assert poor.text().count("PrivacyBudgetSpent") == 1
+        assert poor.text().count("WARNING PrivacyBudgetSpent") == 1
         assert f"its owner allows {budget:g}" not in server.text()  # that is the device's own
     written = rows(out)
     taken = [name for row in written for name in [c["name"] for c in row["masked_clients"]]]
