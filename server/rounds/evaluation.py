@@ -239,7 +239,7 @@ def by_label(reports: Sequence[EvaluateReport]) -> dict[str, list[EvaluateReport
     found = {}
     for label, rows in sorted(rows_of.items()):
         parts = [part for cell in cells for part in (cell & rows, cell - rows) if part]
-        if len(parts) > len(cells) and min(map(len, parts)) >= LEAST_DEVICES:
+        if len(rows) < len(reports) and min(map(len, parts)) >= LEAST_DEVICES:
             cells, found[label] = parts, [reports[row] for row in sorted(rows)]
     return found
 

@@ -35,7 +35,7 @@ def told(*labels: str | None) -> dict[str, list[int]]:
 
 def test_the_devices_of_a_label_are_told_where_they_and_the_rest_are_enough() -> None:
     lab, home = ["site=lab"] * 3, ["site=home"] * 3
-    assert told(*lab, *home) == {"site=home": [3, 4, 5]}  # the rest is the lab
+    assert told(*lab, *home) == {"site=home": [3, 4, 5], "site=lab": [0, 1, 2]}
     assert told(*lab, *home, *[None] * 3).keys() == {"site=home", "site=lab"}
     assert told(*lab, *home[:2]) == {}
     assert told(*lab, *home[:2], None) == {"site=lab": [0, 1, 2]}
