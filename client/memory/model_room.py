@@ -80,8 +80,7 @@ class TensorsWithin(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        has_own_way = any(options.get(name) is not None for name in OWN_WAY)
-        if func in FACTORIES and not has_own_way:
+        if func in FACTORIES and not has_own_way(options):
             on_meta = func(*args, **{**options, "device": "meta"})
             is_kept = is_plain(on_meta) and self._exceeds(on_meta)
             return on_meta if is_kept else func(*args, **options)
@@ -105,6 +104,11 @@ class TensorsWithin(TorchFunctionMode):
             if resident_bytes() + self._unwritten_bytes > limit.num_bytes:
                 self.exceeded = limit
         return self.exceeded is not None
+
+
+def has_own_way(options: Mapping[str, Any]) -> bool:
+    """Return whether a factory function is told where or how its tensor is to lie."""
+    return any(options.get(name) is not None for name in OWN_WAY)
 
 
 def is_plain(tensor: Tensor) -> bool:

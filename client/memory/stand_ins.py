@@ -6,8 +6,9 @@ for their values become stand-ins (``common.model.layout.stand_in``), which take
 written to one is left out. What is made in another way, such as a table of positions, is as the
 task makes it.
 
-Limitation: weights that are read from a file are not noticed before they are in memory. A device
-that is to be sent them needs a folder without them (``examples.causal_lm``).
+Limitations: weights that are read from a file are not noticed before they are in memory. A device
+that is to be sent them needs a folder without them (``examples.causal_lm``). That a task reads a
+value is noticed where the weight is an operation's first argument.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from headwater.client.memory.model_room import LARGE_BYTES, OWN_WAY, TensorsWithin, is_plain
+from headwater.client.memory.model_room import LARGE_BYTES, TensorsWithin, has_own_way, is_plain
 from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import OutOfMemory
@@ -78,11 +79,11 @@ def built_without_values(
     stored = [memory_of(tensor) for _, tensor in named_tensors(model)]
     sent = [one for one in stored if is_stand_in(one)]
     frozen = sum(one.nbytes for one in sent)
-    if frozen and not _has_room(limit, gradient + frozen):
-        is_narrow = any(not one.is_floating_point() for one in sent)
-        raise OutOfMemory(why.message, remedy=None if is_narrow else STORE_NARROW)
     if not frozen:
         raise why
+    if not _has_room(limit, gradient + frozen):
+        is_narrow = any(not one.is_floating_point() for one in sent)
+        raise OutOfMemory(why.message, remedy=None if is_narrow else STORE_NARROW)
     log.warning(
         "%s. The server sends its frozen part, %s as the run stores it, so the task's own values "
         "of it are left out here",
@@ -114,7 +115,7 @@ class _StandIns(TensorsWithin):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        if func is torch.empty and not OWN_WAY & {one for one in options if options[one]}:
+        if func is torch.empty and not has_own_way(options):
             on_meta = func(*args, **{**options, "device": "meta"})
             if is_plain(on_meta) and on_meta.nbytes >= LARGE_BYTES:
                 return self._noted(stand_in(on_meta.shape, on_meta.dtype))

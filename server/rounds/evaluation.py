@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MICRO_BATCH_SIZE = 256
 MAX_NAMED = 5  # clients in one log line
-LEAST_DEVICES = 3  # whose metrics are told apart from the others', as in a secure session
+LEAST_DEVICES = 3  # of a label that has metrics of its own, as in a secure session
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,7 +227,7 @@ def on_devices(
 def by_label(reports: Sequence[EvaluateReport]) -> dict[str, list[EvaluateReport]]:
     """Return the reports of the devices of each label, where that betrays no few of them.
 
-    A label is left out if some sum or difference of what is told would be of fewer than
+    A label is left out if a sum or difference of what this returns would be of fewer than
     ``LEAST_DEVICES``: of all devices, of a label, or of several labels. So is one that all devices
     have. Labels come in the order of their names.
     """

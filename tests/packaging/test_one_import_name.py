@@ -141,7 +141,7 @@ def test_a_checkout_without_symbolic_links_runs_too(tmp_path: Path) -> None:
 def test_the_version_is_that_of_the_files_that_run(
     tmp_path: Path, installed: Installed, has_project: bool
 ) -> None:
-    """A Flower bundle has its project file; beside a wheel lies at most that of another project."""
+    """A Flower bundle has its project file; a wheel has none, or another project's beside it."""
     name, version = ("headwater", "7.8.9") if has_project else ("other", headwater.__version__)
     (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "7.8.9"\n')
     (tmp_path / "headwater").mkdir()

@@ -27,7 +27,7 @@ def report(name: str, labels: str | None) -> EvaluateReport:
 
 
 def told(*labels: str | None) -> dict[str, list[int]]:
-    """Return the devices of each label that is told, by their numbers."""
+    """Return the devices of each label that has metrics, by their numbers."""
     reports = [report(f"{number}", text) for number, text in enumerate(labels)]
     found = by_label(reports)
     return {label: [int(one.name) for one in group] for label, group in found.items()}
