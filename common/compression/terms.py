@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from headwater.common.compression.sorted_positions import positions_bytes
 from headwater.common.settings.rounds import CompressionSettings
 from headwater.common.sums.tensor_field import Values
 from headwater.common.terms import Terms
@@ -27,8 +28,6 @@ BLOCK = 1024
 """Coordinates that share a scale, a float32: 0.03 bits more for each coordinate."""
 SPAN = 1 << 16
 """Coordinates whose positions top-k counts together, so that each position takes 16 bits."""
-SHORT_SPAN = 1 << 12
-"""The same where the values take few bits: 12 bits for each position."""
 
 
 class Matrix(NamedTuple):
@@ -128,7 +127,7 @@ class CompressionTerms(Terms):
             case "int4" | "int2" | "int1":
                 return few_bits_bytes(self.method, num_values)
             case "top-k" if self.values != "bfloat16":
-                positions = 2 * -(-num_values // SHORT_SPAN) + packed_bytes(number)
+                positions = positions_bytes(number, num_values)
                 return positions + few_bits_bytes(self.values, number)
             case "top-k":
                 return 4 * -(-num_values // SPAN) + (2 + 2) * number
@@ -157,11 +156,6 @@ def terms_of(settings: CompressionSettings) -> CompressionTerms | None:
 def update_bytes(terms: CompressionTerms | None, num_values: int) -> int:
     """Return the bytes of a plain update under these terms; None: float32."""
     return 4 * num_values if terms is None else terms.num_bytes(num_values)
-
-
-def packed_bytes(number: int) -> int:
-    """Return the bytes of so many positions of 12 bits."""
-    return -(-3 * number // 2)
 
 
 def few_bits_bytes(method: FewBits, num_values: int) -> int:
