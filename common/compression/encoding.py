@@ -64,7 +64,7 @@ class Coding:
             case "random-k":
                 return encode_random(values_P, self.positions(values_P.numel()))
             case "low-rank":
-                return encode_factors(values_P, self._factors(values_P.numel()))
+                return encode_factors(values_P, self._factors(values_P.numel()), self.terms.values)
 
     def read(
         self, data: memoryview | bytes | bytearray, name: str, num_values: int
@@ -98,7 +98,9 @@ class Coding:
             case "random-k":
                 return decoded_random(memory, self.positions(num_values))
             case "low-rank":
-                return decoded_factors(memory, self._factors(num_values))
+                return decoded_factors(
+                    memory, self._factors(num_values), self.terms.values, name=name
+                )
 
     def projection(self, num_values: int) -> SharedPositions | SharedFactors:
         """Return what all devices of the round send of a vector: it adds up, also under masks."""

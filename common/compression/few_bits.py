@@ -56,7 +56,7 @@ def encode_few_bits(values_P: Tensor, method: FewBits) -> bytearray:
             codes_NB = (level_NB - _lowest(scale_N, bits)[:, None]).astype(np.uint8)
         first = low // BLOCK
         scales[first : first + len(scale_N)] = scale_N
-        own = _packed(codes_NB.reshape(-1), bits)
+        own = packed_codes(codes_NB.reshape(-1), bits)
         packed[low * bits // 8 : low * bits // 8 + len(own)] = own
     return data
 
@@ -88,7 +88,7 @@ def decoded_few_bits(
     def decode(low: int, high: int) -> Floats:
         first, end = low // BLOCK, -(-high // BLOCK)
         own = scales[first:end].astype(np.float32)
-        codes = _unpacked(packed[first * BLOCK * bits // 8 : -(-high * bits // 8)], bits)
+        codes = unpacked_codes(packed[first * BLOCK * bits // 8 : -(-high * bits // 8)], bits)
         length = min(high, num_values) - first * BLOCK
         level = codes[:length] + np.repeat(_lowest(own, bits), BLOCK)[:length]
         decoded: Floats = level * np.repeat(np.abs(own), BLOCK)[:length]
@@ -158,7 +158,7 @@ def _lowest(scale_N: Floats, bits: int) -> Floats:
     return np.where(np.signbit(scale_N), np.float32(1 - most), np.float32(0.5 - most))
 
 
-def _packed(codes: Codes, bits: int) -> Codes:
+def packed_codes(codes: Codes, bits: int) -> Codes:
     """Return codes in as few bytes as hold them; the last one is filled up with zeros."""
     per_byte = 8 // bits
     filled = np.zeros(-(-len(codes) // per_byte) * per_byte, dtype=np.uint8)
@@ -168,7 +168,7 @@ def _packed(codes: Codes, bits: int) -> Codes:
     return packed
 
 
-def _unpacked(packed: Codes, bits: int) -> Codes:
+def unpacked_codes(packed: Codes, bits: int) -> Codes:
     """Return the codes of whole bytes."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: Codes = (packed[:, None] >> shifts & np.uint8(2**bits - 1)).reshape(-1)

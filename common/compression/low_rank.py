@@ -7,7 +7,8 @@ Q^T, or of U U^T M, is what the server adds. Sides take turns: the columns of th
 what the last sum had (Vogels et al. 2019, "PowerSGD", with one exchange a round). Parameters that
 are no matrix, or one that its factor would hardly make shorter, are sent whole.
 
-The server sends the columns in the plan. What is not sent stays in the vector (error feedback).
+The server sends the columns in the plan (``shared_columns``). What is not sent stays in the vector
+(error feedback).
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.rounding import encode_bfloat16
-from headwater.common.compression.terms import CompressionTerms, Matrix, Side
+from headwater.common.compression.few_bits import decoded_few_bits, encode_few_bits
+from headwater.common.compression.rounding import decoded_bfloat16, encode_bfloat16
+from headwater.common.compression.shared_columns import (
+    Shape,
+    columns_bytes,
+    encode_columns,
+    orthonormal_columns,
+)
+from headwater.common.compression.terms import CompressionTerms, Matrix, Precision, Side
 from headwater.common.errors import ProtocolMismatch
 from headwater.common.model.layout import ModelLayout
 from headwater.common.sums.encoded_vector import EncodedVector, Floats
-
-ORTHONORMAL = 1e-3
-"""How far the products of two columns may be from 0 and 1."""
 
 
 def matrices_of(layout: ModelLayout, rank: int) -> tuple[Matrix, ...]:
@@ -60,28 +65,24 @@ class SharedFactors:
         """Take the plan's matrices and columns.
 
         Raises:
-            ProtocolMismatch: they are not of such a vector, or the columns are not orthonormal.
+            ProtocolMismatch: they are not of such a vector.
         """
         assert terms.side is not None
-        assert terms.basis is not None
+        assert terms.columns is not None
         ends = [0, *(place for one in terms.matrices for place in (one.start, one.end)), num_values]
-        lengths = [one.length_of_basis(terms) for one in terms.matrices]
+        shapes = shapes_of(terms)
         is_in_order = all(low <= high for low, high in pairwise(ends))
-        if not is_in_order or sum(lengths) != terms.basis.numel():
+        if not is_in_order or len(terms.columns) != columns_bytes(shapes):
             raise ProtocolMismatch("the plan's matrices are not those of this model")
         self.num_values, self.side = num_values, terms.side
         self.number = terms.num_sent(num_values)
         self._rest = list(zip(ends[::2], ends[1::2], strict=True))
         """Where the coordinates are that are sent whole."""
-        self._parts, at, first = list[_Part](), 0, 0
-        for one, length in zip(terms.matrices, lengths, strict=True):
-            rank = one.rank(terms.rank)
-            basis = terms.basis[at : at + length].view(-1, rank).numpy()
-            off = np.abs(basis.T @ basis - np.eye(rank, dtype=np.float32)).max()
-            if not off <= ORTHONORMAL:
-                raise ProtocolMismatch("the plan's columns for a matrix are not orthonormal")
+        self._parts, first = list[_Part](), 0
+        found = orthonormal_columns(terms.columns, shapes)
+        for one, basis in zip(terms.matrices, found, strict=True):
             self._parts.append(_Part(one, basis, first))
-            at, first = at + length, first + one.length_of_factor(terms)
+            first += one.length_of_factor(terms)
         self._num_factors = first
 
     def gather(self, values_P: Tensor) -> Tensor:
@@ -160,48 +161,57 @@ class SharedFactors:
         return rows
 
 
-def encode_factors(values_P: Tensor, factors: SharedFactors) -> bytearray:
-    """Return what is sent in bfloat16; ``values_P`` becomes what was not sent."""
+def encode_factors(values_P: Tensor, factors: SharedFactors, values: Precision) -> bytearray:
+    """Return what is sent, rounded; ``values_P`` becomes what was not sent."""
     sent_K = factors.gather(values_P)
-    data = encode_bfloat16(sent_K)
+    data = encode_bfloat16(sent_K) if values == "bfloat16" else encode_few_bits(sent_K, values)
     factors.scatter_add(sent_K, values_P)  # what the rounding lost
     return data
 
 
-def decoded_factors(data: memoryview, factors: SharedFactors) -> EncodedVector:
-    """Return the vector of factors in bfloat16, of as many bytes as the terms say."""
-    codes = np.frombuffer(data, "<u2", factors.number)
-    return factors.decoded((codes.astype(np.uint32) << 16).view(np.float32))
+def decoded_factors(
+    data: memoryview, factors: SharedFactors, values: Precision, *, name: str
+) -> EncodedVector:
+    """Return the vector of rounded factors, of as many bytes as the terms say.
+
+    Raises:
+        CorruptUpdate, NonFiniteUpdate: see ``decoded_few_bits``.
+    """
+    if values == "bfloat16":
+        sent = decoded_bfloat16(data, factors.number)
+    else:
+        sent = decoded_few_bits(data, factors.number, values, name=name)
+    return factors.decoded(sent[0 : factors.number])
 
 
 def next_columns(
     mean_P: Tensor, terms: CompressionTerms, random: np.random.Generator
-) -> tuple[Side, Tensor]:
+) -> tuple[Side, bytes]:
     """Return the side of the next round, and the columns that span what a sum had.
 
     Its last column is drawn at random, so that no part of a matrix stays out of sight for good; of
     rank 1 every fourth time.
     """
-    assert terms.basis is not None
-    found, at = list[Floats](), 0
-    for one in terms.matrices:
-        length = one.length_of_basis(terms)
-        basis = terms.basis[at : at + length].view(-1, one.rank(terms.rank)).numpy()
+    assert terms.columns is not None
+    found = list[Floats]()
+    for one, basis in zip(
+        terms.matrices, orthonormal_columns(terms.columns, shapes_of(terms)), strict=True
+    ):
         matrix = mean_P[one.start : one.end].view(one.rows, one.columns).numpy().astype(np.float64)
         seen = matrix @ basis if terms.side == "right" else matrix.T @ basis
         directions = np.linalg.svd(seen, full_matrices=False)[0]
         if basis.shape[1] > 1 or random.integers(4) == 0:
             directions[:, -1] = random.standard_normal(len(directions))
-        found.append(np.linalg.qr(directions)[0].astype(np.float32))
-        at += length
-    return "left" if terms.side == "right" else "right", _flat(found)
+        found.append(directions.astype(np.float32))
+    return "left" if terms.side == "right" else "right", encode_columns(found)
 
 
-def first_columns(matrices: Sequence[Matrix], rank: int, random: np.random.Generator) -> Tensor:
-    """Return random orthonormal columns for a round of side right."""
-    drawn = [random.standard_normal((one.columns, one.rank(rank))) for one in matrices]
-    return _flat([np.linalg.qr(columns)[0].astype(np.float32) for columns in drawn])
+def first_columns(matrices: Sequence[Matrix], rank: int, random: np.random.Generator) -> bytes:
+    """Return random columns for a round of side right."""
+    shapes = [(one.columns, one.rank(rank)) for one in matrices]
+    return encode_columns([random.standard_normal(one).astype(np.float32) for one in shapes])
 
 
-def _flat(columns: Sequence[Floats]) -> Tensor:
-    return torch.from_numpy(np.concatenate([one.reshape(-1) for one in columns]))
+def shapes_of(terms: CompressionTerms) -> tuple[Shape, ...]:
+    """Return the shapes of the columns of each matrix."""
+    return tuple(one.shape_of_columns(terms) for one in terms.matrices)

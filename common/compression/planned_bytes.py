@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwater.common.compression.low_rank import matrices_of
 from headwater.common.compression.terms import (
     CompressionTerms,
+    few_bits_bytes,
     planned_difference_bytes,
     terms_of,
     update_bytes,
@@ -30,8 +31,13 @@ def upload_bytes(settings: Settings, layout: ModelLayout) -> int:
     num_values = layout.num_parameters
     is_masked = settings.secure.aggregation != "off"
     if settings.compression.up == "low-rank":
-        each = settings.secure.ring_bits // 8 if is_masked else 2
-        return each * _mean_factors(settings.compression.rank, layout)
+        number, values = (
+            _mean_factors(settings.compression.rank, layout),
+            settings.compression.values,
+        )
+        if is_masked:
+            return settings.secure.ring_bits // 8 * number
+        return 2 * number if values == "bfloat16" else few_bits_bytes(values, number)
     terms = terms_of(settings.compression)
     return (
         masked_bytes(settings, terms, num_values) if is_masked else update_bytes(terms, num_values)

@@ -10,11 +10,12 @@ from pydantic import Field, model_validator
 
 from headwater.common.compression.sorted_positions import positions_bytes
 from headwater.common.settings.rounds import CompressionSettings
-from headwater.common.sums.tensor_field import Values
+from headwater.common.sums.tensor_field import Bytes
 from headwater.common.terms import Terms
 
 FewBits = Literal["int4", "int2", "int1"]
 Method = Literal["bfloat16", "int8", "int4", "int2", "int1", "top-k", "random-k", "low-rank"]
+Precision = Literal["bfloat16", "int4", "int2", "int1"]
 DifferenceMethod = Literal["bfloat16", "int8", "int4", "int2", "int1"]
 """How a model is sent as a difference to another."""
 
@@ -46,9 +47,9 @@ class Matrix(NamedTuple):
         """Return the rank of its factors, which have at most ``most``."""
         return min(most, self.rows, self.columns)
 
-    def length_of_basis(self, terms: CompressionTerms) -> int:
-        """Return the number of values of the columns that all devices share."""
-        return self.rank(terms.rank) * (self.columns if terms.side == "right" else self.rows)
+    def shape_of_columns(self, terms: CompressionTerms) -> tuple[int, int]:
+        """Return the shape of the columns that all devices share."""
+        return (self.columns if terms.side == "right" else self.rows), self.rank(terms.rank)
 
     def length_of_factor(self, terms: CompressionTerms) -> int:
         """Return the number of values that are sent of it."""
@@ -66,9 +67,7 @@ class CompressionTerms(Terms):
         0.1, description="of the coordinates that top-k and random-k send"
     )
     feedback: bool = Field(True, description="add what was not sent to the device's next update")
-    values: Literal["bfloat16", "int4", "int2", "int1"] = Field(
-        "bfloat16", description="how top-k sends the values of its coordinates"
-    )
+    values: Precision = Field("bfloat16", description="how top-k and low-rank send their values")
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="the columns of a factor in low-rank, at most"
     )
@@ -76,11 +75,11 @@ class CompressionTerms(Terms):
         (), description="the matrices of which low-rank sends a factor, in the vector's order"
     )
     side: Side | None = Field(None, description="of the matrices the shared columns of low-rank")
-    basis: Values | None = Field(None, description="those columns, of one matrix after another")
+    columns: Bytes | None = Field(None, description="those columns, of one matrix after another")
 
     @model_validator(mode="after")
     def _check_low_rank(self) -> Self:
-        if self.method == "low-rank" and (self.side is None or self.basis is None):
+        if self.method == "low-rank" and (self.side is None or self.columns is None):
             raise ValueError("low-rank needs a side and columns")
         return self
 
@@ -131,11 +130,17 @@ class CompressionTerms(Terms):
                 return positions + few_bits_bytes(self.values, number)
             case "top-k":
                 return 4 * -(-num_values // SPAN) + (2 + 2) * number
+            case "low-rank" if self.values != "bfloat16":
+                return few_bits_bytes(self.values, number)
             case _:
                 return 2 * number
 
     def update_bytes(self, num_values: int) -> int:
         return self.num_bytes(num_values)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return len(self.columns or b"")
 
 
 def terms_of(settings: CompressionSettings) -> CompressionTerms | None:

@@ -363,10 +363,15 @@ def _of_compression(
             "asynchronous rounds updates of several rounds are added",
             remedy="leave out --asynchronous, or use --compress int4",
         )
-    if up != "top-k" and compression.values != "bfloat16":
+    if compression.values != "bfloat16" and up not in ("top-k", "low-rank"):
         yield SettingsError(
-            f"--compress-values is of --compress top-k, not of {up}",
-            remedy="leave out --compress-values, or use --compress top-k",
+            f"--compress-values is of --compress top-k and low-rank, not of {up}",
+            remedy="leave out --compress-values",
+        )
+    if compression.values != "bfloat16" and secure.aggregation != "off" and up == "low-rank":
+        yield SettingsError(
+            f"--compress-values {compression.values}: under masks values are numbers of the ring",
+            remedy="leave out --compress-values, and use --ring-bits 8",
         )
     is_sparse = up in ("top-k", "random-k", "low-rank")
     if is_sparse and aggregation.rule != "sum":

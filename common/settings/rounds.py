@@ -170,7 +170,7 @@ class CompressionSettings(Branch):
         "--compress",
     )
     values: Literal["bfloat16", "int4", "int2", "int1"] = setting(
-        "bfloat16", "how top-k sends the values of its coordinates", "--compress-values"
+        "bfloat16", "how top-k and low-rank send their values", "--compress-values"
     )
     rank: Count = setting(
         4, "columns of a matrix's factor that low-rank sends", "--compress-rank", le=4096

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headwater.common.compression.low_rank import first_columns, matrices_of, next_columns
 from headwater.common.compression.planned_bytes import download_bytes, masked_bytes
+from headwater.common.compression.shared_columns import BITS, columns_bytes
 from headwater.common.compression.terms import CompressionTerms, Matrix, Side
 from headwater.common.errors import SettingsError
 from headwater.common.settings.rounds import MIN_MASKED_FRACTION
@@ -43,20 +45,21 @@ class LowRankRounds(RunFeature):
 
     def _begin(self) -> None:
         self._side: Side = "right"
-        self._basis = first_columns(self._matrices, self._rank, self._random(0))
+        self._columns = first_columns(self._matrices, self._rank, self._random(0))
 
     def _random(self, round_number: int) -> np.random.Generator:
         seed = np.random.SeedSequence([self._run.settings.seed, round_number])
         return np.random.Generator(np.random.Philox(seed))
 
     def _check_length(self, largest: Matrix) -> None:
-        longest = sum(one.rank(self._rank) * max(one.rows, one.columns) for one in self._matrices)
-        if 4 * longest > MAX_BYTES:
+        shapes = [(max(one.rows, one.columns), one.rank(self._rank)) for one in self._matrices]
+        longest = columns_bytes(shapes)
+        if longest > MAX_BYTES:
             raise SettingsError(
                 f"--compress-rank {self._rank}: the columns of all matrices are up to "
-                f"{4 * longest:,} bytes, and a plan has room for {MAX_BYTES:,} "
+                f"{longest:,} bytes, and a plan has room for {MAX_BYTES:,} "
                 f"(the largest matrix is {largest.rows:,} x {largest.columns:,})",
-                remedy=f"use --compress-rank {max(self._rank * MAX_BYTES // (4 * longest), 1)}",
+                remedy=f"use --compress-rank {max(self._rank * MAX_BYTES // longest, 1)}",
             )
 
     def _check_share(self) -> None:
@@ -75,37 +78,37 @@ class LowRankRounds(RunFeature):
         return CompressionTerms(
             method="low-rank",
             feedback=self._run.settings.compression.feedback,
+            values=self._run.settings.compression.values,
             rank=self._rank,
             matrices=self._matrices,
             side=side,
-            basis=self._basis,
+            columns=self._columns,
         )
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
         settings, terms = self._run.settings, self._terms(self._side)
-        columns = 4 * self._basis.numel()
         is_masked = settings.secure.aggregation != "off"
         sent = (
             masked_bytes(settings, terms, num_values) if is_masked else terms.num_bytes(num_values)
         )
-        return download_bytes(settings, self._run.image.layout) + columns, sent
+        return download_bytes(settings, self._run.image.layout) + len(self._columns), sent
 
     def committed(self, done: RoundSum) -> None:
         """Let the next round's columns span what this round's sum had, if it had the model's."""
         if not len(done.mean_P):
             return
         random = self._random(self._run.round)
-        self._side, self._basis = next_columns(done.mean_P, self._terms(self._side), random)
+        self._side, self._columns = next_columns(done.mean_P, self._terms(self._side), random)
 
     def to_json(self) -> dict[str, Any]:
-        return {"side": self._side, "rank": self._rank}
+        return {"side": self._side, "rank": self._rank, "bits": BITS}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {"columns": self._basis}
+        return {"columns": torch.frombuffer(bytearray(self._columns), dtype=torch.uint8)}
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the columns of the next round; of another rank it begins with random ones."""
-        if row.get("rank") != self._rank:
+        if (row.get("rank"), row.get("bits")) != (self._rank, BITS):
             self._begin()
             return
-        self._side, self._basis = row["side"], tensors["columns"].clone()
+        self._side, self._columns = row["side"], tensors["columns"].numpy().tobytes()

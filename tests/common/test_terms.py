@@ -30,7 +30,7 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "rank": (2, 1),
         "matrices": ([[0, 3, 4]], [[0, 4, 3]]),
         "side": ("left", "right"),
-        "basis": ("AACAPwAAAAA=", "AAAAAAAAgD8="),
+        "columns": ("d3d3", "iIiI"),
     },
     "evaluation": {
         "model": ("ab" * 32, "cd" * 32),

@@ -44,8 +44,8 @@ def columns(number: int, method: Method) -> dict[str, Any]:
     if method != "low-rank":
         return {}
     matrices, random = (Matrix(0, 50, 60),), np.random.default_rng(number)
-    basis = first_columns(matrices, 4, random)
-    return {"matrices": matrices, "rank": 4, "side": "right", "basis": basis}
+    drawn = first_columns(matrices, 4, random)
+    return {"matrices": matrices, "rank": 4, "side": "right", "columns": drawn}
 
 
 def gradient(number: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 
 from headwater.client.secagg.plan_policy import (
     PlanRepeats,
@@ -13,6 +13,7 @@ from headwater.client.secagg.plan_policy import (
     most_planned,
 )
 from headwater.client.training.sampler import SamplerPosition, SamplerState
+from headwater.common.compression.shared_columns import encode_columns
 from headwater.common.compression.terms import CompressionTerms, Matrix
 from headwater.common.errors import CohortTooSmall, MaskingTooWeak, UpdateAlreadyMasked
 from headwater.common.own_parameters.terms import OwnStepTerms
@@ -65,7 +66,7 @@ def low_rank(*, rows: int, columns: int, rank: int) -> CompressionTerms:
         rank=rank,
         matrices=(Matrix(0, rows, columns),),
         side="left",
-        basis=torch.eye(rows)[:, :rank],
+        columns=encode_columns([np.eye(rows, dtype=np.float32)[:, :rank]]),
     )
 
 
@@ -88,7 +89,7 @@ def test_a_device_masks_factors_of_enough_columns() -> None:
     terms = low_rank(rows=200, columns=300, rank=4)
     check_plan(plan(compression=terms), SecureSettings(), name="0", told_examples=None)
     others = [terms.model_copy(update={"side": "right"})]
-    others += [terms.model_copy(update={"basis": -torch.eye(200)[:, :4]})]
+    others += [terms.model_copy(update={"columns": bytes(400)})]
     digests = {plan_digest(plan(compression=one), "") for one in (terms, *others)}
     assert len(digests) == 3
 

@@ -115,6 +115,10 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {"compression": {"up": "random-k", "values": "int2"}},
         "--compress-values",
     ),
+    "few bits of factors under masks": (
+        {**MASKS, "compression": {"up": "low-rank", "values": "int4"}},
+        "--compress-values int4",
+    ),
     "few bits and the noise scale": (
         {**plan(follow_noise_scale=True), "compression": {"up": "int2"}},
         "--compress int2",
