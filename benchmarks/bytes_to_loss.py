@@ -114,11 +114,18 @@ def _windows(text: bytes) -> list[bytes]:
 
 
 def rounds_of(
-    steps: int, bits: str | None = None, *, rank: int | None = None, **outer: float
+    steps: int,
+    bits: str | None = None,
+    *,
+    rank: int | None = None,
+    values: str = "bfloat16",
+    masked: bool = False,
+    **outer: float,
 ) -> dict[str, Any]:
     """Return the settings of rounds of H local steps, sent in few bits both ways.
 
-    With a rank the updates are factors in bfloat16, and only the model is sent in the bits.
+    With a rank the updates are factors whose values are of ``values``, or masked in a ring of 8
+    bits, and only the model is sent in the bits.
     """
     chosen = {"learning_rate": 1.0, "momentum": 0.3} | outer
     given: dict[str, Any] = {
@@ -131,6 +138,9 @@ def rounds_of(
     sent |= {} if bits is None else {"compression.down": bits}
     if rank is not None:
         sent |= {"compression.up": "low-rank", "compression.rank": rank}
+        sent |= {"compression.values": values}
+    if masked:
+        sent |= {"secure.aggregation": "semi-honest", "secure.ring_bits": 8}
     return given | sent
 
 
@@ -149,8 +159,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "int4_h120": rounds_of(120, "int4"),
     "int1_h60": rounds_of(60, "int1"),
     "int2_h120": rounds_of(120, "int2"),
-    "rank8_h60": rounds_of(60, "int4", rank=8),
-    "rank4_h120": rounds_of(120, "int2", rank=4),
+    "rank16_h60": rounds_of(60, "int1", rank=16, values="int4"),
+    "rank16_h120": rounds_of(120, "int1", rank=16, values="int4"),
+    "masked_rank16_h120": rounds_of(120, "int1", rank=16, masked=True),
 }
 
 

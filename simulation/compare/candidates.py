@@ -15,6 +15,7 @@ from headwater.simulation.sweep.grid import Point
 ALGORITHM, EPOCHS, LOCAL_RATE = "local.algorithm", "local.epochs", "local.learning_rate"
 SERVER_RATE = "optimizer.learning_rate"
 LOCAL, SERVER = "local", "optimizer"
+UP, DOWN = "compression.up", "compression.down"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +80,12 @@ class Shared:
                 )
 
 
-def candidates(server: OptimizerSettings) -> tuple[Candidate, ...]:
-    """Return the algorithms; ``server`` is the optimizer with which exact steps are taken."""
+def candidates(server: OptimizerSettings, *, few_bytes: bool) -> tuple[Candidate, ...]:
+    """Return the algorithms; ``server`` is the optimizer with which exact steps are taken.
+
+    With ``few_bytes`` some stand a second time, and send their vectors in fewer bytes.
+    """
+    exact: dict[str, Point] = {"exact": {ALGORITHM: "exact"}}
     local: dict[str, Point] = {
         "fedavg E=1": {ALGORITHM: "fedavg", EPOCHS: 1},
         "fedavg E=5": {ALGORITHM: "fedavg", EPOCHS: 5},
@@ -90,13 +95,21 @@ def candidates(server: OptimizerSettings) -> tuple[Candidate, ...]:
         "fedavgm": {ALGORITHM: "fedavgm"},
         "diloco": {ALGORITHM: "diloco"},
     }
+    if few_bytes:
+        exact["exact int8"] = {ALGORITHM: "exact", UP: "int8", DOWN: "int8"}
+        for bits in ("int4", "int2"):
+            local[f"fedavgm {bits}"] = {ALGORITHM: "fedavgm", UP: bits, DOWN: bits}
+        local["fedavgm low-rank"] = {ALGORITHM: "fedavgm", UP: "low-rank", DOWN: "int4"}
     return (
-        Candidate(
-            name="exact",
-            point={ALGORITHM: "exact"},
-            rate_key=SERVER_RATE,
-            first_rate=server.rate,
-            other_branch=LOCAL,
+        *(
+            Candidate(
+                name=name,
+                point=point,
+                rate_key=SERVER_RATE,
+                first_rate=server.rate,
+                other_branch=LOCAL,
+            )
+            for name, point in exact.items()
         ),
         *(
             Candidate(

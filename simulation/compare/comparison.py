@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.rounds import CompressionSettings
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.simulation.compare.budget import Budget
@@ -237,10 +238,15 @@ def plan_comparison(
     if len(set(seeds)) < len(seeds):
         raise SettingsError("--seeds names a seed twice", remedy="name each seed once")
     exact = shared.without(LOCAL)
-    server = _load(exact, {}).optimizer
+    settings = _load(exact, {})
+    is_in_float32 = settings.compression == CompressionSettings()
+    tried = candidates(
+        settings.optimizer,
+        few_bytes=is_in_float32 and budget.resource in ("bytes", "seconds"),
+    )
     return Comparison(
         shared=shared,
-        candidates=tuple(one for one in candidates(server) if _is_possible(one, shared)),
+        candidates=tuple(one for one in tried if _is_possible(one, shared)),
         seeds=tuple(seeds),
         budget=budget,
         metric=metric,

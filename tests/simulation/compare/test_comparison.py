@@ -13,7 +13,7 @@ import pytest
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.sources import load
-from headwater.simulation.compare.budget import Budget
+from headwater.simulation.compare.budget import Budget, Resource
 from headwater.simulation.compare.candidates import Shared
 from headwater.simulation.compare.comparison import Comparison, plan_comparison
 from headwater.simulation.sweep.grid import SweepRun
@@ -104,6 +104,27 @@ def test_an_algorithm_that_the_settings_refuse_is_not_compared(
     found = comparison(tmp_path, tree={"aggregation": {"rule": "median"}})
     assert [one.name for one in found.candidates] == [one for one in NAMES if "scaffold" not in one]
     assert "scaffold E=1 is not compared: SCAFFOLD adds up" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("budget", "changes", "more"),
+    [
+        ("bytes", {}, {"exact int8", "fedavgm int4", "fedavgm int2", "fedavgm low-rank"}),
+        ("seconds", {"secure.aggregation": "semi-honest"}, {"fedavgm low-rank"}),
+        ("bytes", {"compression.up": "int8"}, set()),
+        ("examples", {}, set()),
+    ],
+)
+def test_where_bytes_count_some_algorithms_also_send_fewer(
+    tmp_path: Path, budget: Resource, changes: dict[str, Any], more: set[str]
+) -> None:
+    found = comparison(tmp_path, budget=Budget(resource=budget, amount=1000), **changes)
+    names = {one.name for one in found.candidates}
+    assert {name for name in names if name not in NAMES} == more
+    by_name = {one.name: one for one in found.candidates}
+    if "fedavgm int2" in more:
+        flags = "--algorithm fedavgm --compress int2 --compress-down int2 --local-learning-rate 0.1"
+        assert by_name["fedavgm int2"].flags(0.1) == flags
 
 
 def test_the_runs_of_all_seeds_follow_as_soon_as_an_algorithm_s_search_is_done(
