@@ -25,7 +25,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.measure import Figures, report
 from tests.chaos import machines
 from tests.chaos.runner import Outcome, run
-from tests.chaos.scenarios import SCENARIOS, SHORT, Scenario
+from tests.chaos.scenario import Scenario
+from tests.chaos.scenarios import SCENARIOS, SHORT
 
 QUICK = 1
 MOST_CHARACTERS = 2000

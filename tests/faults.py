@@ -17,7 +17,25 @@ Way = Literal["up", "down"]
 Side = Literal["server", "client", "aggregator"]
 Failure = Literal["killed", "parted", "stopped"]
 """parted: from the devices and from the shared state. stopped: it continues when it is too late."""
-WhatHappens = Literal["cut", "truncate", "corrupt", "stall", "part"]
+WhatHappens = Literal["cut", "truncate", "corrupt", "stall", "part", "hold"]
+Release = Literal["present", "earlier", "other protocol"]
+"""earlier: of this protocol, from the history (``tests.chaos.releases``)."""
+Moment = Literal["between rounds", "training", "uploading", "downloading"]
+"""Of device 0: in a micro-batch, or with a part of its update, or of the model, on the way."""
+Action = Literal[
+    "restart the server",
+    "restart the device",
+    "take the server back",
+    "let in another protocol",
+    "start a second server",
+    "start a second simulator",
+    "start a second device",
+    "race for the folder",
+    "restart the HTTP proxy",
+    "change the HTTP proxy's password",
+]
+Bundles = Literal["published", "server killed", "link cut", "device killed", "disk full", "pinned"]
+"""What happens while a task's next version is published, and reaches the devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +58,8 @@ class Blow:
 
     cut: the connection ends. truncate: ``num_bytes`` are left out, and the rest follows.
     corrupt: a bit of the byte at the place is flipped. stall: this way stands still for
-    ``seconds``. part: nothing passes on any connection, either way, for ``seconds``.
+    ``seconds``. part: nothing passes on any connection, either way, for ``seconds``. hold: this way
+    stands still until the proxy is told to go on.
     """
 
     what: WhatHappens
@@ -87,6 +106,21 @@ class Narrow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that is done to the processes, or to the machine, at a moment of a round.
+
+    ``release`` is that of a process that is started anew, ``by`` the signal that ends the process
+    before it. ``times`` says in how many such moments, one after the other, it is done.
+    """
+
+    action: Action
+    when: Moment
+    release: Release = "present"
+    by: signal.Signals = signal.SIGKILL
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
     """A device answers a phase of a secure session and then no other; None: it never answers."""
 
@@ -117,6 +151,10 @@ class FaultPlan:
     num_gone: int = 0
     is_upgraded: bool = False
     failures: tuple[Failure, ...] = ()
+    events: tuple[Event, ...] = ()
+    begins_earlier: tuple[str, ...] = ()
+    """The processes that begin as the earlier release: ``"server"``, and devices by name."""
+    bundles: Bundles | None = None
     drops: tuple[Drop, ...] = ()
     lies: tuple[Lie, ...] = ()
 
@@ -213,6 +251,29 @@ class FaultPlan:
     def fail_over(self, *failures: Failure) -> FaultPlan:
         """Let the serving server fail so many times, each time with a standby behind it."""
         return replace(self, failures=failures)
+
+    # From outside, at a moment of a round.
+
+    def begin_earlier(self, *names: str) -> FaultPlan:
+        """Let the server, or devices, begin as the earlier release."""
+        return replace(self, begins_earlier=names)
+
+    def do(
+        self,
+        action: Action,
+        when: Moment,
+        *,
+        release: Release = "present",
+        by: signal.Signals = signal.SIGKILL,
+        times: int = 1,
+    ) -> FaultPlan:
+        """Also do something from outside."""
+        event = Event(action=action, when=when, release=release, by=by, times=times)
+        return replace(self, events=(*self.events, event))
+
+    def publish(self, how: Bundles) -> FaultPlan:
+        """Let the task's next version be published while a round runs."""
+        return replace(self, bundles=how)
 
     # Of a secure session.
 

@@ -124,21 +124,49 @@ def run_in_process(settings: Settings) -> None:
     server_app(on_round=lambda _: None)(grid, context)
 
 
+def is_whole(row: Mapping[str, Any], num_devices: int) -> bool:
+    """Tell whether all devices were in a round with all that they were asked for."""
+    if masked := row["masked_clients"]:
+        asked = sum(client["planned_examples"] for client in masked)
+        return len(masked) == num_devices and row["num_examples"] == asked
+    clients = row["clients"]
+    return len(clients) == num_devices and all(one["reason"] == "quota" for one in clients)
+
+
 def check_places(out: Path, state: Path, places: Mapping[str, SamplerPosition]) -> None:
     """Hold that each device's own record says the same of what was counted as the rows do."""
+    for name, place in places.items():
+        own = _own_place(out, state, name)
+        assert own == place, f"device {name} is at {own}, by the rows at {place}"
+
+
+def check_masked_numbers(out: Path, state: Path, rows: Rows, data: Mapping[str, Examples]) -> None:
+    """Hold that each device has taken as many examples as masked rows say that it was asked for.
+
+    Which ones they are follows from an order of the device's own, which no row tells.
+    """
+    for name, examples in data.items():
+        own = _own_place(out, state, name)
+        taken = own.epoch * len(examples) + own.offset - len(own.skipped)
+        asked = sum(
+            client["planned_examples"]
+            for row in rows
+            for client in row["masked_clients"]
+            if client["name"] == name
+        )
+        assert taken == asked, f"device {name} has taken {taken} examples, by the rows {asked}"
+
+
+def _own_place(out: Path, state: Path, name: str) -> SamplerPosition:
     found = checkpoint.load(out)
     assert found is not None
-    progress = found.progress
-    for name, place in places.items():
-        path = state / f"{name}-{progress.run_id}.json"
-        walk = read_sampler(json.loads(path.read_text()).get("walk"))
-        own = walk.settle(progress.counted.get(name)).place
-        assert own == place, f"device {name} is at {own}, by the rows at {place}"
+    path = state / f"{name}-{found.progress.run_id}.json"
+    walk = read_sampler(json.loads(path.read_text()).get("walk"))
+    return walk.settle(found.progress.counted.get(name)).place
 
 
 LEFT_BY_A_RUN = {
     "checkpoint.safetensors",
-    "curves.png",
     "devices.json",
     "events.jsonl",
     "model.safetensors",
@@ -149,12 +177,25 @@ LEFT_BY_A_RUN = {
     "state.json",
     "tensorboard",
 }
-MAY_BE_LEFT = {"order.json", "shared-state"}
+KEPT_BY_MODES = (".residual-", "-masked.")
+"""In the names of what a device keeps with int8 and with masks."""
+MAY_BE_LEFT = {
+    "curves.png",
+    "order.json",
+    "session.json",  # of masks
+    "shared-state",
+    # Of an earlier release.
+    "history.sqlite",
+    "history.sqlite-shm",
+    "history.sqlite-wal",
+}
 
 
 def check_folders(out: Path, state: Path, spool: Path, names: Sequence[str]) -> None:
     """Hold that nothing is left but what a run leaves: no half of a file, no spool."""
-    assert {path.name for path in out.iterdir()} - MAY_BE_LEFT == LEFT_BY_A_RUN
-    left = sorted(path.name.partition("-")[0] for path in state.iterdir())
-    assert left == sorted(names), [path.name for path in state.iterdir()]
+    found = {path.name for path in out.iterdir()} - MAY_BE_LEFT
+    assert found == LEFT_BY_A_RUN, found ^ LEFT_BY_A_RUN
+    found_there = [path.name for path in state.iterdir()]
+    left = [name for name in found_there if not any(part in name for part in KEPT_BY_MODES)]
+    assert sorted(name.partition("-")[0] for name in left) == sorted(names), left
     assert [path.name for path in spool.iterdir()] == [] if spool.exists() else True

@@ -29,40 +29,40 @@ class Point:
     when: Literal["before", "behind", "in"]
 
 
-def _server(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
+def point_of_server(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
     return Point(side="server", target=f"headwater.server.{target}", when=when)
 
 
-def _client(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
+def point_of_client(target: str, when: Literal["before", "behind", "in"] = "before") -> Point:
     return Point(side="client", target=f"headwater.client.{target}", when=when)
 
 
 # In the order of a round.
 POINTS = {
-    "before the plans": _server("planning.round_plans:RoundPlanner.plan"),
-    "plans sent": _server("transport.servicer:Servicer.send_instructions", "behind"),
-    "first update announced": _server("transport.uploads:Uploads.announce"),
-    "in mid-upload": _server("transport.uploads:Uploads.take_chunk"),
-    "uploaded, not verified": _server("transport.staging:StagedUpload.verify"),
-    "acknowledged, not folded": _server("rounds.open_round:OpenRound.take"),
-    "folded": _server("rounds.open_round:OpenRound.take", "behind"),
-    "stepped": _server("rounds.run_state:Training.commit", "behind"),
-    "noted": _server("operations.round_log:RoundLog.stepped", "behind"),
-    "before the checkpoint": _server("rounds.checkpoint:save"),
-    "in the checkpoint": _server("rounds.checkpoint:write_tensors", "in"),
-    "behind the checkpoint": _server("rounds.checkpoint:save", "behind"),
-    "before the shared commit": _server("standby.lease:Lease.commit"),
-    "summed, not sent": _server("tree.aggregator:Aggregator.train", "behind"),
-    "before its plan": _client("transport.exchange:Exchange.take_instruction"),
-    "plan received": _client("flower.node:Node.answer"),
-    "training": _client("training.window_sum:WindowSum.add"),
-    "between micro-batches": _client("training.spool:SpooledWindow.save", "behind"),
-    "trained, place not kept": _client("flower.state_file:StateFile.write"),
-    "trained, place kept": _client("flower.state_file:StateFile.write", "behind"),
-    "in its upload": _client("transport.lasting_connection:Connection._write"),
-    "uploaded, not acknowledged": _client("transport.exchange:Exchange.take_receipt"),
-    "acknowledged": _client("transport.exchange:Exchange.take_receipt", "behind"),
-    "handed over": _client("flower.node:Node.delivered", "behind"),
+    "before the plans": point_of_server("planning.round_plans:RoundPlanner.plan"),
+    "plans sent": point_of_server("transport.servicer:Servicer.send_instructions", "behind"),
+    "first update announced": point_of_server("transport.uploads:Uploads.announce"),
+    "in mid-upload": point_of_server("transport.uploads:Uploads.take_chunk"),
+    "uploaded, not verified": point_of_server("transport.staging:StagedUpload.verify"),
+    "acknowledged, not folded": point_of_server("rounds.open_round:OpenRound.take"),
+    "folded": point_of_server("rounds.open_round:OpenRound.take", "behind"),
+    "stepped": point_of_server("rounds.run_state:Training.commit", "behind"),
+    "noted": point_of_server("operations.round_log:RoundLog.stepped", "behind"),
+    "before the checkpoint": point_of_server("rounds.checkpoint:save"),
+    "in the checkpoint": point_of_server("rounds.checkpoint:write_tensors", "in"),
+    "behind the checkpoint": point_of_server("rounds.checkpoint:save", "behind"),
+    "before the shared commit": point_of_server("standby.lease:Lease.commit"),
+    "summed, not sent": point_of_server("tree.aggregator:Aggregator.train", "behind"),
+    "before its plan": point_of_client("transport.exchange:Exchange.take_instruction"),
+    "plan received": point_of_client("flower.node:Node.answer"),
+    "training": point_of_client("training.window_sum:WindowSum.add"),
+    "between micro-batches": point_of_client("training.spool:SpooledWindow.save", "behind"),
+    "trained, place not kept": point_of_client("flower.state_file:StateFile.write"),
+    "trained, place kept": point_of_client("flower.state_file:StateFile.write", "behind"),
+    "in its upload": point_of_client("transport.lasting_connection:Connection._write"),
+    "uploaded, not acknowledged": point_of_client("transport.exchange:Exchange.take_receipt"),
+    "acknowledged": point_of_client("transport.exchange:Exchange.take_receipt", "behind"),
+    "handed over": point_of_client("flower.node:Node.delivered", "behind"),
 }
 
 

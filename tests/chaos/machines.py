@@ -11,18 +11,27 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.chaos.scenarios import Need
+from tests import http_proxy
+from tests.chaos.scenario import Need
+from tests.faults import Release
 from tests.processes import ROOT, until
 
 CLONE_NEWNET = 0x40000000
 BURST_BYTES = 4096
 QUEUE_SECONDS = "400ms"
+# Of the present protocol, and hundreds of commits before 0.2.0; and the last commit of protocol 3.
+REVISIONS: dict[Release, str] = {"earlier": "a1a4c6cf", "other protocol": "8825780a^"}
+UNKNOWN_FLAGS = ("--once",)
+"""Flags that they do not have: their devices end with their run."""
+PARTS = ("headwater", "common", "client", "server", "simulation", "examples", "pyproject.toml")
 
 # The wall clock alone; whatever is timed by the monotonic clock goes on as it was.
 CLOCK = """
@@ -78,9 +87,9 @@ def set_clock(library: Path, seconds: float) -> None:
 # Another version.
 
 
-def copy_version(folder: Path, version: str) -> Path:
-    """Copy what a device runs, as another version, and return where it lies."""
-    for package in ("headwater", "common", "client"):
+def copy_version(folder: Path, version: str, *, has_server: bool = False) -> Path:
+    """Copy what a device runs, or a server too, as another version, and return where it lies."""
+    for package in ("headwater", "common", "client", *(("server",) if has_server else ())):
         shutil.copytree(ROOT / package, folder / package, symlinks=True)
     told = folder / f"headwater-{version}.dist-info"
     told.mkdir()
@@ -88,11 +97,25 @@ def copy_version(folder: Path, version: str) -> Path:
     return folder
 
 
-def start_anew(checkout: Path) -> None:
-    """Become the command that this process was to be, out of a checkout."""
+def tree_of(release: Release, folder: Path) -> Path:
+    """Return a folder with the files of a release; the present one is this checkout."""
+    if release == "present":
+        return ROOT
+    found = folder / f"release {release}"
+    if not found.exists():
+        command = ["git", "archive", REVISIONS[release], "--", *PARTS]
+        archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
+            files.extractall(found, filter="fully_trusted")  # our own; it has symbolic links
+    return found
+
+
+def start_anew(checkout: Path, leave_out: tuple[str, ...] = ()) -> None:
+    """Become the command that this process was to be, out of a checkout, without some flags."""
     module = sys.argv[0].removeprefix("headwater-")
+    flags = [flag for flag in sys.argv[1:] if flag not in leave_out]
     os.chdir(checkout)
-    os.execv(sys.executable, [sys.executable, "-m", f"headwater.{module}", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", f"headwater.{module}", *flags])
 
 
 # A disk that is full.
@@ -102,7 +125,7 @@ def start_anew(checkout: Path) -> None:
 def small_disk(at: Path, num_bytes: int) -> Iterator[None]:
     """Put a disk of so many bytes at a folder."""
     at.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(at)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(at)]
     subprocess.run(mount, check=True, capture_output=True)
     try:
         yield
@@ -190,9 +213,13 @@ def _run(*words: str) -> None:
 
 @lru_cache
 def can(need: Need) -> bool:
-    """Tell whether this machine lets us mount, make networks, or compile."""
+    """Tell whether this machine lets us mount, make networks, compile, and so on."""
     if need == "cc":
         return shutil.which("cc") is not None
+    if need == "history":
+        return has_history()
+    if need == "tinyproxy":
+        return http_proxy.program() is not None and http_proxy.own_address() is not None
     with (
         contextlib.suppress(OSError, subprocess.SubprocessError),
         TemporaryDirectory() as folder,
@@ -203,3 +230,17 @@ def can(need: Need) -> bool:
         with namespace(1_000_000):
             return True
     return False
+
+
+def has_history() -> bool:
+    """Tell whether the history has the earlier releases."""
+    return all(
+        subprocess.run(
+            ["git", "cat-file", "-e", f"{revision}^{{commit}}"],
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+        for revision in REVISIONS.values()
+    )

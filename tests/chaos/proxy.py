@@ -30,16 +30,19 @@ Read = tuple[float, bytes] | None
 class Proxy:
     """Passes TCP connections on to an address, and does to them what a plan says."""
 
-    def __init__(self, port: int, plan: FaultPlan) -> None:
+    def __init__(self, port: int, plan: FaultPlan, *, host: str = "127.0.0.1") -> None:
         self.plan = plan
         self.num_connections = 0
         self.num_blows = 0
         self.num_lost_segments = 0
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.num_holds = 0
+        """The places of "hold" that were reached."""
+        self._target = (host, port)
+        self._listener = socket.create_server((host, 0))
         self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._is_closing = threading.Event()
+        self._goes_on = threading.Event()
         self._parted_until = 0.0
         self.port = int(self._listener.getsockname()[1])
 
@@ -54,6 +57,7 @@ class Proxy:
         trace: TracebackType | None,
     ) -> None:
         self._is_closing.set()
+        self._goes_on.set()
         end(self._listener)
         self._threads[0].join()
         for one in self._ends:
@@ -65,6 +69,16 @@ class Proxy:
     def has_struck(self) -> bool:
         """Whether all that the plan does once was done."""
         return self.num_blows == len(self.plan.blows)
+
+    def hold(self) -> None:
+        """Wait for ``go_on``."""
+        self._goes_on.clear()
+        self.num_holds += 1
+        self._goes_on.wait()
+
+    def go_on(self) -> None:
+        """End the present hold."""
+        self._goes_on.set()
 
     def part(self, seconds: float) -> None:
         """Let nothing through for so long."""
@@ -89,7 +103,7 @@ class Proxy:
                 return
             self.wait_while_parted()
             try:
-                server = socket.create_connection(("127.0.0.1", self._target))
+                server = socket.create_connection(self._target)
             except OSError:
                 end(device)  # there is no server at the moment
                 continue
@@ -167,6 +181,8 @@ class Passage:
                     self._proxy.sleep(blow.seconds)
                 case "part":
                     self._proxy.part(blow.seconds)
+                case "hold":
+                    self._proxy.hold()
                 case "truncate":
                     self._num_left_out = blow.num_bytes
                     self._leave_out(data)

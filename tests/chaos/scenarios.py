@@ -1,4 +1,4 @@
-"""All scenarios, as data: what goes wrong, in a run of how many devices, with how large a model.
+"""All scenarios: links and deaths here, what is done from outside in ``event_scenarios``.
 
 ``is_short`` marks those that the tests run; ``python -m benchmarks.chaos`` runs them all.
 """
@@ -6,38 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from tests.chaos.deaths import POINTS
+from tests.chaos.event_scenarios import event_scenarios
+from tests.chaos.scenario import LARGE, NARROW, SMALL, Scenario
 from tests.faults import FaultPlan
-
-Need = Literal["mount", "network", "cc"]
-
-SMALL = 16
-LARGE = 80_000  # 2.2 MB: three chunks
-NARROW = 10_000  # 280 KB: 2.2 s each way at 1 Mbit/s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
-    """One thing that goes wrong in a run."""
-
-    name: str
-    plan: FaultPlan
-    hidden: int = SMALL
-    num_devices: int = 2
-    has_tls: bool = False
-    may_lose: bool = False
-    """Whether updates may be left out of a round; they are never half in it, nor twice."""
-    needs: Need | None = None
-    is_short: bool = False
-
-    @property
-    def vector_bytes(self) -> int:
-        """An update's size."""
-        return 4 * (7 * self.hidden + 2)
-
 
 # Messages up: hello, the answer to "describe", the update's head, its chunks of 1 MiB.
 HEAD, SECOND_CHUNK = 3, 5
@@ -201,5 +174,5 @@ def machine_scenarios() -> Iterator[Scenario]:
             )
 
 
-SCENARIOS = (*CALM, *link_scenarios(), *death_scenarios(), *machine_scenarios())
+SCENARIOS = (*CALM, *link_scenarios(), *death_scenarios(), *machine_scenarios(), *event_scenarios())
 SHORT = tuple(scenario for scenario in SCENARIOS if scenario.is_short)

@@ -18,7 +18,7 @@ from headwater.server.operations import orders
 from tests.chaos.deaths import arm
 from tests.chaos.proxy import Proxy
 from tests.chaos.runner import ROUNDS_BEHIND, Measured, Trial
-from tests.chaos.scenarios import Scenario
+from tests.chaos.scenario import Scenario
 from tests.faults import Death, Failure, FaultPlan
 from tests.processes import Process, Processes, free_port, until
 
@@ -60,7 +60,6 @@ class TakeoverTrial(Trial):
 
     def _start_server(self, *, port: int = 0, prepare: Callable[[], object] | None = None) -> None:
         """Start the first server, and its standby."""
-        self._host = "127.0.0.1"
         self.server = self._start(0)
         self.server.wait_for("listening on")
         self.out = self._out(0)

@@ -8,7 +8,8 @@ import pytest
 
 from tests.chaos import machines
 from tests.chaos.runner import run
-from tests.chaos.scenarios import SHORT, Scenario
+from tests.chaos.scenario import Scenario
+from tests.chaos.scenarios import SHORT
 
 pytestmark = pytest.mark.slow
 LONG = "server killed, parted and stopped, with a standby"

@@ -15,7 +15,7 @@ from functools import partial
 from headwater.server.operations import orders
 from tests.chaos.deaths import arm
 from tests.chaos.runner import ROUNDS_BEHIND, Measured, Trial
-from tests.chaos.scenarios import Scenario
+from tests.chaos.scenario import Scenario
 from tests.faults import Death, Side
 from tests.processes import Process, Processes, assert_tidy, free_port, until
 

@@ -6,59 +6,37 @@ The server listens at an address of this machine that is not loopback.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Processes, free_port, port_of, until, write_task
+from tests import http_proxy
+from tests.processes import Processes, port_of, write_task
 
 pytestmark = pytest.mark.slow
-
-SETTINGS = """
-Port {port}
-Listen 127.0.0.1
-LogFile "{log}"
-LogLevel Connect
-PidFile "{folder}/tinyproxy.pid"
-Allow 127.0.0.1
-{ports}
-"""
 
 
 def own_address() -> str:
     """Return an address of this machine that is not loopback, or skip."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plain:
-        try:
-            plain.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            pytest.skip("this machine has no address but loopback")
-        return str(plain.getsockname()[0])
+    found = http_proxy.own_address()
+    if found is None:
+        pytest.skip("this machine has no address but loopback")
+    return found
 
 
 @contextlib.contextmanager
 def tinyproxy(folder: Path, *, ports: str = "") -> Iterator[tuple[str, Path]]:
     """Run the proxy; yield its URL and its log. ``ports`` are the only ones to CONNECT to."""
-    program = shutil.which("tinyproxy")
-    if program is None:
+    if http_proxy.program() is None:
         pytest.skip("apt-get install tinyproxy")
-    port, log = free_port(), folder / "tinyproxy.log"
-    settings = folder / "tinyproxy.conf"
-    settings.write_text(SETTINGS.format(port=port, log=log, folder=folder, ports=ports))
-    with subprocess.Popen([program, "-d", "-c", settings], stdout=subprocess.DEVNULL) as process:
-        try:
-            until(lambda: _answers(port), what=lambda: "tinyproxy")
-            yield f"http://127.0.0.1:{port}", log
-        finally:
-            process.terminate()
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as plain:
-        return plain.connect_ex(("127.0.0.1", port)) == 0
+    proxy = http_proxy.HttpProxy(folder)
+    proxy.start(ports)
+    try:
+        yield proxy.url, proxy.log
+    finally:
+        proxy.kill()
 
 
 def test_a_device_takes_part_through_a_proxy(tmp_path: Path) -> None:
