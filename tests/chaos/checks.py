@@ -140,23 +140,6 @@ def check_places(out: Path, state: Path, places: Mapping[str, SamplerPosition]) 
         assert own == place, f"device {name} is at {own}, by the rows at {place}"
 
 
-def check_masked_numbers(out: Path, state: Path, rows: Rows, data: Mapping[str, Examples]) -> None:
-    """Hold that each device has taken as many examples as masked rows say that it was asked for.
-
-    Which ones they are follows from an order of the device's own, which no row tells.
-    """
-    for name, examples in data.items():
-        own = _own_place(out, state, name)
-        taken = own.epoch * len(examples) + own.offset - len(own.skipped)
-        asked = sum(
-            client["planned_examples"]
-            for row in rows
-            for client in row["masked_clients"]
-            if client["name"] == name
-        )
-        assert taken == asked, f"device {name} has taken {taken} examples, by the rows {asked}"
-
-
 def _own_place(out: Path, state: Path, name: str) -> SamplerPosition:
     found = checkpoint.load(out)
     assert found is not None

@@ -66,6 +66,7 @@ def release_scenarios() -> Iterator[Scenario]:
                 hidden=_size(when),
                 num_devices=3,
                 mode=mode,
+                may_lose=mode == "masked",
                 needs="history",
             )
     earlier = NONE.begin_earlier("0")
@@ -95,15 +96,16 @@ def rival_scenarios() -> Iterator[Scenario]:
         "start a second device",
         "race for the folder",
     )
+    # A device tries its task when it starts, and would wait behind the gate of "training".
+    of_devices = tuple(when for when in MOMENTS if when != "training")
     for action in rivals:
-        for when in MOMENTS:
+        for when in of_devices if action == "start a second device" else MOMENTS:
             yield Scenario(
                 name=f"{action}, {when}",
                 plan=NONE.do(action, when),
                 hidden=_size(when),
-                is_short=(action, when) == ("race for the folder", "uploading"),
             )
-    for when in MOMENTS:
+    for when in of_devices:
         yield Scenario(
             name=f"start a second device, {when}, TLS",
             plan=NONE.do("start a second device", when),
@@ -116,14 +118,14 @@ def http_proxy_scenarios() -> Iterator[Scenario]:
     """Yield an HTTP proxy that is started anew, and one whose password changes for a while."""
     restart: Action = "restart the HTTP proxy"
     change: Action = "change the HTTP proxy's password"
-    thrice: tuple[Moment, ...] = ("uploading", "downloading", "between rounds")
+    calm: Moment = "between rounds"
     with_server: tuple[Moment, ...] = ("uploading", "training")
     for has_tls in (False, True):
         tls = ", TLS" if has_tls else ""
         plans = {f"{restart}, {when}": (NONE.do(restart, when), when) for when in MOMENTS}
         plans |= {f"{change}, {when}": (NONE.do(change, when), when) for when in MOMENTS}
-        for when in thrice:
-            plans[f"{restart} three times, {when}"] = NONE.do(restart, when, times=3), when
+        # A connection in between may carry nothing, and have no moment on the link.
+        plans[f"{restart} three times"] = NONE.do(restart, calm, times=3), calm
         for when in with_server:
             both = NONE.do("restart the server", when).do(restart, when)
             plans[f"restart the server and the HTTP proxy, {when}"] = both, when
@@ -144,6 +146,7 @@ def http_proxy_scenarios() -> Iterator[Scenario]:
             hidden=LARGE,
             num_devices=3,
             mode=mode,
+            may_lose=mode == "masked",
             has_http_proxy=True,
             needs="tinyproxy",
         )
@@ -167,6 +170,7 @@ def mode_scenarios() -> Iterator[Scenario]:
                 hidden=LARGE if plan.blows else SMALL,
                 num_devices=3,
                 mode=mode,
+                may_lose=mode == "masked",
             )
 
 
