@@ -16,11 +16,11 @@ from typing import Any
 
 from headwater.common.messages import DeviceReport, Plan, Step, UpdateReport
 from headwater.common.transport.limits import (
-    CHANNEL_OPTIONS,
     CHUNK_BYTES,
     PROTOCOL_VERSION,
     STREAM_METHOD,
 )
+from headwater.common.transport.tls import Credentials
 from headwater.common.transport.wire_pb2 import (
     Chunk,
     ClientFrame,
@@ -62,13 +62,18 @@ class FakeDevice:
         sha256: bytes | None = None,
         weight: int = 1,
         think_seconds: float = 0.0,
+        credentials: Credentials | None = None,
     ) -> None:
-        """``sha256`` is that of ``update``, where many devices send the same."""
+        """``sha256`` is that of ``update``, where many devices send the same.
+
+        Without ``credentials`` it connects in plain text.
+        """
         self.name = name
         self.layout_digest = layout_digest
         self.update = update
         self.weight = weight
         self.think_seconds = think_seconds
+        self.credentials = credentials
         self.sha256 = sha256 or hashlib.sha256(update).digest()
         self.num_reconnects = 0
         self.num_refused = 0
@@ -88,9 +93,11 @@ class FakeDevice:
         """Stay connected until the server says goodbye, or ``leave`` is called."""
         import grpc.aio
 
-        self._has_left = False
+        from headwater.client.transport.lasting_connection import channel_to
+
+        self._has_left, address = False, f"127.0.0.1:{port}"
         while not self._has_left:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
+            async with channel_to(address, self.credentials, has_standby=False) as channel:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     if await self._serve(channel.stream_stream(STREAM_METHOD)()):
                         return

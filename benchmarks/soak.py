@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import serving
@@ -39,6 +40,7 @@ from benchmarks.measure import (
     report,
 )
 from benchmarks.trend import trend
+from tests.certificates import credentials_of
 
 TASK = "benchmarks/tasks.py:Perceptron"
 MINUTES = 30.0
@@ -95,8 +97,10 @@ def sample(pid: int) -> Sample:
     )
 
 
-async def come_and_go(port: int, number: int, *, seconds: float) -> Figures:
-    """Be ``number`` devices that come and go for so long."""
+async def come_and_go(
+    port: int, number: int, *, seconds: float, certificates: Path | None = None
+) -> Figures:
+    """Be ``number`` devices that come and go for so long; in TLS with a folder of certificates."""
     from headwater.common.model.parameters import build_model
     from headwater.common.task import load_task
 
@@ -105,7 +109,10 @@ async def come_and_go(port: int, number: int, *, seconds: float) -> Figures:
     counted: Counter[str] = Counter()
 
     async def one(name: str, dice: random.Random) -> None:
-        device = FakeDevice(name, layout.digest, update, think_seconds=THINK_SECONDS)
+        own = None if certificates is None else credentials_of(certificates, name)
+        device = FakeDevice(
+            name, layout.digest, update, think_seconds=THINK_SECONDS, credentials=own
+        )
         while time.monotonic() < end:
             here = asyncio.create_task(device.run(port))
             left = max(end - time.monotonic(), 0.1)
@@ -244,8 +251,12 @@ def described(samples: Sequence[Sample]) -> Figures:
 def main() -> None:
     flags = arguments(__doc__, minutes=MINUTES, part=())
     if flags.part:
-        port, number, seconds = flags.part.split("/")
-        counted = asyncio.run(come_and_go(int(port), int(number), seconds=float(seconds)))
+        port, number, seconds, *folder = flags.part.split("/", 3)
+        certificates = Path(folder[0]) if folder else None
+        coming = come_and_go(
+            int(port), int(number), seconds=float(seconds), certificates=certificates
+        )
+        counted = asyncio.run(coming)
         print(json.dumps(counted))
         return
     seconds = 12.0 if flags.quick else 60 * flags.minutes
