@@ -14,6 +14,7 @@ the present release allows. Monotonic waits do not run faster: a round takes as 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.fast_clock import FastClock
 from benchmarks.measure import ROOT, Figures, arguments, memory_of, num_descriptors, num_threads
 from benchmarks.measure import report as print_report
+from benchmarks.soak_weeks import LOG_BYTES, REAL, grown, table
 from headwater.server.enrolment.token_registry import Registry
 from tests.certificates import enrol, files, make_folder, revoke
 from tests.chaos import machines
@@ -35,15 +37,11 @@ from tests.processes import free_port, rows
 
 DAYS, SECONDS_A_DAY = 60, 8.0
 QUICK_DAYS = 15
-REAL, NUM_FAKES = ("r0", "r1", "r2"), 17
+NUM_FAKES = 17
 CERTIFICATE_DAYS = 14
-LOG_BYTES = 1 << 18
 DISK_BYTES = 24 << 20
 TASK = f"{ROOT}/benchmarks/tasks.py:Perceptron"
 WEEK = 7
-MAY_GROW = {"rss_mb": 40.0, "descriptors": 4, "threads": 4, "disk_kb": 1000}
-"""What the last week may have more than the second one: two releases, and logs on their way to
-their limits."""
 LAUNCH = f"""
 import contextlib
 from headwater.server.operations import log_limits
@@ -82,7 +80,8 @@ class Months:
         registry.set_fact("certificate_seconds", repr(CERTIFICATE_DAYS * 86_400.0))
         registry.close()
         for name in (*REAL, *(f"fake-{number}" for number in range(NUM_FAKES))):
-            enrol(self._certificates, name, days=None if name in REAL else (-1, 400))
+            lasts = CERTIFICATE_DAYS if name in REAL else 400
+            enrol(self._certificates, name, days=(-1, lasts))
         (folder / "settings.toml").write_text(SETTINGS)
         self.has_disk = machines.can("mount")
         if self.has_disk:
@@ -138,7 +137,8 @@ class Months:
         self.end(name, signal.SIGKILL)
         shutil.rmtree(self.state_of(name), ignore_errors=True)
         revoke(self._certificates, name)
-        enrol(self._certificates, name)
+        today = self.clock.days  # for this process has the machine's own clock
+        enrol(self._certificates, name, days=(today - 1, today + CERTIFICATE_DAYS))
         self.start_device(name)
 
     def fill_disk(self) -> None:
@@ -157,7 +157,7 @@ class Months:
     def last_words(self, name: str) -> str:
         """Return the last line of a process's log that names an error."""
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        return next((line for line in reversed(lines) if "Error" in line), "no error")
+        return next((line for line in reversed(lines) if re.match(r"[A-Z]\w+: ", line)), "no error")
 
     def num_renewals(self) -> int:
         """Count the renewals that devices have logged."""
@@ -258,39 +258,6 @@ def week_of(months: Months, number: int, counted: Counter[str], refused: Counter
     refused.clear()
     print(line, file=sys.stderr, flush=True)
     return line
-
-
-def table(weeks: list[Figures]) -> str:
-    """Return the weeks as a table of Markdown; of the devices it shows the most that one holds."""
-    whats = list(MAY_GROW)
-    titles = ["week", "rounds", "updates", "refusals", "renewals"]
-    titles += [f"{who}: {what}" for who in ("server", "device") for what in whats]
-    lines = [titles, ["---"] * len(titles)]
-    for week in weeks:
-        refused = ", ".join(f"{number} {why}" for why, number in week["refused"].items()) or "none"
-        held = week["held"]
-        lines.append(
-            [
-                *(str(week.get(title, 0)) for title in titles[:3]),
-                refused,
-                str(week["renewals"]),
-                *(str(held["server"][what]) if "server" in held else "-" for what in whats),
-                *(str(max(held[one][what] for one in REAL if one in held)) for what in whats),
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def grown(weeks: list[Figures], *, since: int = 1) -> list[str]:
-    """Return what is more at the end than in an early week, beyond what a process may differ."""
-    first, last = weeks[min(since, len(weeks) - 1)]["held"], weeks[-1]["held"]
-    return [
-        f"{name}: {what} {first[name][what]} -> {last[name][what]}"
-        for name in last
-        if name in first
-        for what, most in MAY_GROW.items()
-        if last[name][what] > first[name][what] + most
-    ]
 
 
 def main() -> None:
