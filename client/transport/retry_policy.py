@@ -65,6 +65,7 @@ class RetryPolicy:
         self._patience_seconds = patience_seconds
         self._has_tls = has_tls
         self._num_corrupt = 0
+        self._had_contact = False
         self._said, self._said_at = "", 0.0
         self.reset()
 
@@ -84,6 +85,7 @@ class RetryPolicy:
             CorruptUpdate: ``MAX_CORRUPT_MODELS`` in a row were corrupt.
             ConnectionLost: the last contact was ``patience_seconds`` ago.
         """
+        self._had_contact |= broken.had_contact
         if broken.had_contact:
             self._last_contact = time.monotonic()
             if not broken.is_corrupt:
@@ -116,7 +118,10 @@ class RetryPolicy:
         return is_news
 
     def hint(self, broken: ConnectionBroken) -> str | None:
-        """Return what to change, if the text tells: a proxy, other names, TLS on one side."""
+        """Return what to change, if the text tells: a proxy, other names, TLS on one side.
+
+        Whether both sides have TLS is settled by the first contact.
+        """
         text = str(broken)
         if broken.had_contact:
             return None
@@ -130,6 +135,8 @@ class RetryPolicy:
                 "its certificate was made for other names, which `headwater-client doctor` lists: "
                 f"{name_remedy(names)}"
             )
+        if self._had_contact:
+            return None
         if self._has_tls and "WRONG_VERSION_NUMBER" in text:
             return (
                 "the server may be without TLS: give it certificates (`headwater-server init`), or "

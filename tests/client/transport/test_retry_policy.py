@@ -50,6 +50,12 @@ def test_a_client_that_differs_from_its_server_in_tls_is_told_what_to_change(
     assert (hint or "check the address and that the server runs") in lost.value.remedy
 
 
+def test_a_client_that_had_a_contact_is_not_told_to_change_tls() -> None:
+    retries = RetryPolicy(["pi:1"], 60.0, has_tls=False)
+    retries.wait_seconds(ConnectionBroken(TO_TLS, had_contact=True))
+    assert retries.hint(ConnectionBroken(TO_TLS, had_contact=False)) is None
+
+
 @pytest.mark.parametrize(
     ("addresses", "most"),
     [(["pi:1"], MAX_BACKOFF_SECONDS), (["pi:1", "nas:1"], STANDBY_BACKOFF_SECONDS)],
