@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from headwater.common.flower.sent_model import SentModel
+from headwater.common.flower.sent_model import FindDifference, SentModel
 
 
 class HeldModels:
@@ -20,12 +20,18 @@ class HeldModels:
     def sent(self, names: Iterable[str], image: SentModel) -> int:
         """Note that devices are sent a model; return the bytes, which differences make fewer."""
         image_id = hashlib.sha256(image.buffer()).hexdigest()
-        num_bytes = 0
-        for name in names:
-            held = self._held.get(name, "")
-            self._held[name] = image_id
-            if held == image_id:
-                continue
-            difference = image.difference_from(held)
-            num_bytes += image.layout.num_bytes if difference is None else len(difference.data)
-        return num_bytes
+        whole_bytes = image.layout.num_bytes
+        return sum(
+            self.sent_to(name, image_id, whole_bytes, image.difference_from) for name in names
+        )
+
+    def sent_to(
+        self, name: str, image_id: str, whole_bytes: int, difference_from: FindDifference
+    ) -> int:
+        """Do the same for one device, and a model of this digest and length."""
+        held = self._held.get(name, "")
+        self._held[name] = image_id
+        if held == image_id:
+            return 0
+        difference = difference_from(held)
+        return whole_bytes if difference is None else len(difference.data)

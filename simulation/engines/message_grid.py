@@ -6,6 +6,7 @@ Context of its own, as under Flower. Any ClientApp can run on it, under any Flow
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid, ensure_message_id
+from headwater.common.flower.sent_model import FindDifference
 from headwater.common.messages import ReadyReport
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
@@ -27,6 +29,7 @@ from headwater.common.transport.limits import wire_bytes
 from headwater.server.flower.registration import DESCRIBE
 from headwater.server.transport.device_records import Stages
 from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
+from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.fleet.devices import (
     FIRST_NODE_ID,
     FLEET_STATE,
@@ -100,6 +103,10 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
+        self._held = HeldModels()
+        self._difference_from: FindDifference | None = None
+        self._image_id = ""
+        """The digest of the model that goes out."""
         self._stages: Stages = {} if stages is None else stages
         self._devices = ConnectedDevices(self._fleet, min_clients=settings.num_clients_needed)
         self._connected: Collection[int] = range(self._fleet.num_devices)
@@ -209,7 +216,7 @@ class InProcessGrid(HeadwaterGrid):
         if is_training:
             self._devices.begin_round(_round_of(message))
             self._attempts[node_id] = self._attempts[node_id].invited(self._devices.last_round)
-        self._bytes_down += _num_bytes(message.content)
+        self._bytes_down += self._bytes_to(self.name_of(node_id) or "", message)
         if kind in STAGES and self._attempts[node_id].has_vanished(self._fleet, part, kind):
             return vanished_reply(self._identities.name(part), message)
         number = self._devices.last_round if is_training else self._devices.last_round + 1
@@ -222,6 +229,21 @@ class InProcessGrid(HeadwaterGrid):
         if reply.has_content():
             self._bytes_up += _num_bytes(reply.content)
         return reply
+
+    def offer_differences(self, difference_from: FindDifference | None) -> None:
+        if self._settings.compression.down != "off":
+            self._difference_from, self._image_id = difference_from, ""
+
+    def _bytes_to(self, name: str, message: Message) -> int:
+        """Return a message's bytes on the wire, where a model may go as a difference."""
+        num_bytes, model = _num_bytes(message.content), None
+        if self._difference_from is not None and message.metadata.message_type == TRAIN:
+            model = records.vector(message.content)
+        if model is None or self._difference_from is None:
+            return num_bytes
+        self._image_id = self._image_id or hashlib.sha256(model).hexdigest()
+        sent = self._held.sent_to(name, self._image_id, len(model), self._difference_from)
+        return num_bytes - len(model) + sent
 
     def _context(self, node_id: int) -> Context:
         if node_id not in self._contexts:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headwater.common.compression.terms import few_bits_bytes
 from headwater.common.errors import SettingsError
 from headwater.common.model.parameters import build_model
 from headwater.common.model.trained_model import MODEL
@@ -145,6 +146,19 @@ def test_a_masked_run_in_8_bits_sums_its_cohort(tmp_path: Path) -> None:
 
 RANDOM: dict[str, Any] = {"compression__up": "random-k", "compression__fraction": 0.05}
 SEMI_HONEST: dict[str, Any] = {"secure__aggregation": "semi-honest"}
+
+
+def test_masked_rounds_send_the_model_as_a_difference(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = SEMI_HONEST | {"rounds": 3}
+    plain = simulate(tmp_path / "plain", **chosen)
+    rows = simulate(tmp_path / "down", **chosen, compression__down="int4")
+    saved = [whole.bytes_down - row.bytes_down for whole, row in zip(plain, rows, strict=True)]
+    num_values = 9_610
+    assert saved[0] == 0  # the first model goes whole
+    for each in saved[1:]:  # of four devices; the texts of plans differ by some bytes
+        assert each == pytest.approx(
+            4 * (4 * num_values - few_bits_bytes("int4", num_values)), 0.01
+        )
 
 
 @pytest.mark.parametrize("ring_bits", [32, 16])
