@@ -161,8 +161,10 @@ def _train(request: DeviceRequest) -> RecordDict:
             more=own,
         )
     except EmptyUpdate:
-        unusable = trainer.skip(identity, plan, request.sampler)
-        records.save_state(context, SAMPLER, unusable.passed())
+        # What follows on a window that is still out is passed over only once that one has counted.
+        if plan.after_round is None:
+            unusable = trainer.skip(identity, plan, request.sampler)
+            records.save_state(context, SAMPLER, unusable.passed())
         raise
     update = dataclasses.replace(update, report=_with_link(update.report, context))
     encoded = None
@@ -179,7 +181,9 @@ def _train(request: DeviceRequest) -> RecordDict:
         one.keep()
     for feature in features:
         feature.sent(request, plan, sampler)
-    return records.update_content(update, encoded, sums=sums, as_view=records.is_view(content))
+    # The next plan may use the accumulator's memory while this update is sent.
+    as_view = records.is_view(content) and not plan.overlaps
+    return records.update_content(update, encoded, sums=sums, as_view=as_view)
 
 
 def _evaluate(request: DeviceRequest) -> RecordDict:

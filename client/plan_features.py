@@ -86,6 +86,8 @@ def plan_features(request: DeviceRequest, plan: Plan) -> Sequence[PlanFeature]:
     is_masked = "secagg" in plan.terms or _has_masked() or had_masks(request)
     if requires_masks(request) or is_masked or not is_view:
         found.append(_loaded("masked_rounds.masked_plans:MaskedPlans")())
+    if plan.overlaps:
+        found.append(_loaded("overlap.overlapping_plans:OverlappingPlans")())
     if is_view and _has_offline_sum(request):
         found.append(_loaded("offline.offline_plans:OfflineSums")())
     if not request.is_simulated and identity.data is not None and identity.rule is None:

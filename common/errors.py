@@ -451,6 +451,9 @@ class NothingWeighed(EmptyUpdate):
 class LateUpdate(UpdateRefused):
     """The round's deadline passed before the update arrived."""
     remedy = "lengthen --deadline, or let the planner choose the quotas"
+class PlanWithoutEarlier(UpdateRefused):
+    """The plan or update follows on one of the same device that did not count."""
+    remedy = "none needed: the device's next plan has the same examples again"
 class BranchRefused(UpdateRefused):
     """The sum of the device's aggregator was refused, or the aggregator refused the device."""
     remedy = "look into the aggregator: it answers for the devices that are connected to it"

@@ -256,6 +256,15 @@ class Plan(WireMessage):
     def max_windows(self) -> int:
         return max((one.max_windows for one in self.terms.values()), default=1)
 
+    @property
+    def overlaps(self) -> bool:
+        return any(one.overlaps for one in self.terms.values())
+
+    @property
+    def after_round(self) -> int | None:
+        found = (one.after_round for one in self.terms.values())
+        return next((number for number in found if number is not None), None)
+
     def num_sent(self, num_values: int) -> int:
         """Return how many coordinates of a vector are sent."""
         return min((one.num_sent(num_values) for one in self.terms.values()), default=num_values)

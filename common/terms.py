@@ -160,6 +160,19 @@ class Terms(BaseModel):
         """The most windows that one update may be the sum of."""
         return 1
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the client's next plan may be carried out while this one's update is sent."""
+        return False
+
+    @property
+    def after_round(self) -> int | None:
+        """The round of an earlier plan of the client that is still out: this one follows it.
+
+        Its examples come after that plan's, and its update counts only if that one's did.
+        """
+        return None
+
     def sums(self, num_values: int) -> Mapping[str, SumOf]:
         """Return the sums beside the model's that each update brings, by their names.
 
@@ -190,6 +203,7 @@ KINDS: dict[str, str] = {
     "evaluation": "headwater.common.evaluation.terms:EvaluationTerms",
     "local_training": "headwater.common.local_training.terms:LocalPlan",
     "offline": "headwater.common.offline.terms:OfflineTerms",
+    "overlap": "headwater.common.overlap.terms:OverlapTerms",
     "own_parameters": "headwater.common.own_parameters.terms:OwnStepTerms",
     "privacy": "headwater.common.privacy.terms:PrivacyTerms",
     "secagg": "headwater.common.secagg.terms:MaskingTerms",

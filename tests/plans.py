@@ -19,6 +19,7 @@ FIELDS = {
     },
     "own_parameters": {"own_learning_rate": "learning_rate"},
     "offline": {"max_windows": "windows", "refused_round": "refused_round"},
+    "overlap": {"after": "after"},
     "secagg": {"num_invited": "num_invited", "answer_seconds": "answer_seconds"},
 }
 

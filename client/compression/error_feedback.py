@@ -13,7 +13,8 @@ server divides by the weight of the round in which the residual arrives.
 Two residuals are kept: the last counted round's, and a pending one. A plan says which round the
 server counted last. If that is the pending one, its residual is next; otherwise the update did not
 arrive, the device trains on the same examples again, and starts from the residual before. So a
-refused or lost update loses nothing and counts nothing twice.
+refused or lost update loses nothing and counts nothing twice. A plan that follows on one whose
+update is still being sent (``--overlap``) starts from that one's residual: a third is kept then.
 
 Under masks an update that was masked is never masked again, counted or not: two sums that differ by
 their members would show it. So if it did not count, the coordinates that it sent are lost, as its
@@ -58,14 +59,14 @@ from headwater.common.parsed_text import json_of
 
 log = logging.getLogger(__name__)
 
-SLOTS = (0, 1)
+SLOTS = (0, 1, 2)
 MAX_HEAD_BYTES = 4096
 LENGTH_BYTES = 8
 Floats = NDArray[np.float32]
 
 
 class ResidualSlots(Protocol):
-    """Two places for a device's residuals in a run; each is written as a whole or not at all."""
+    """Places for a device's residuals in a run; each is written as a whole or not at all."""
 
     where: str
 
@@ -134,6 +135,8 @@ class ErrorFeedback:
             raise NonFiniteUpdate(f"{update.name}, round {plan.round}: the residual overflows")
         data = coding.encode(update.values_P, update.name)
         place = _next_place(base, stored)
+        if plan.overlaps:
+            place = self._third_place(base, stored, plan)
         left = _left_weight(base, update.report.weight, plan, len(update.values_P))
         del base, stored  # a mapped file could not be replaced on Windows
         self._store(*place, plan.round, left, update.values_P)
@@ -190,22 +193,38 @@ class ErrorFeedback:
         return None
 
     def _counted(self, stored: list[_Residual], plan: Plan) -> _Residual | None:
-        """Return the residual of the last counted round, if there is one."""
+        """Return the residual of the last counted round, or of the one that the plan follows on."""
+        if plan.after_round is not None:
+            found = [one for one in stored if one.round == plan.after_round]
+            return found[-1] if found else None
         counted = plan.counted_round
         if not stored or counted is None:
             return None
-        newest = stored[-1]
-        if newest.round < counted:
+        if stored[-1].round < counted:
             self._drop(stored, "the run went on without compression")
             return None
-        if newest.round == counted:
-            return newest
-        if len(stored) < len(SLOTS):
-            return None
-        if stored[0].round > counted:  # the rounds after it come again, under the same numbers
+        until = [one for one in stored if one.round <= counted]
+        if until:
+            return until[-1]
+        if len(stored) > 1:  # the rounds after it come again, under the same numbers
             self._drop(stored, "the server went back to an earlier checkpoint")
-            return None
-        return stored[0]
+        return None
+
+    def _third_place(
+        self, base: _Residual | None, stored: list[_Residual], plan: Plan
+    ) -> tuple[int, int]:
+        """Return slot and order of the residual after one that is pending too.
+
+        Kept are that one and the last counted round's, which is the base if neither counts.
+        """
+        counted = plan.counted_round
+        until = [one for one in stored if counted is not None and one.round <= counted]
+        kept = {one.slot for one in (base, *until[-1:]) if one is not None}
+        for one in stored:
+            if one.slot not in kept:
+                self._slots.remove(one.slot)
+        slot = next(slot for slot in SLOTS if slot not in kept)
+        return slot, stored[-1].order + 1 if stored else 0
 
     def _drop(self, stored: list[_Residual], why: str) -> None:
         """Empty both slots, with a line in the log."""
@@ -305,7 +324,10 @@ def _next_place(base: _Residual | None, stored: list[_Residual]) -> tuple[int, i
 
     The server may not count its round.
     """
-    slot = 1 - base.slot if base is not None else stored[-1].slot if stored else SLOTS[0]
+    if base is not None:
+        slot = next(slot for slot in SLOTS if slot != base.slot)
+    else:
+        slot = stored[-1].slot if stored else SLOTS[0]
     return slot, stored[-1].order + 1 if stored else 0
 
 

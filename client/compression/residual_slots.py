@@ -17,11 +17,11 @@ from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_
 
 # A file that has not been written for so long belongs to a run that ended, as in the spool.
 STALE_SECONDS = 7 * 86_400.0
-NAME_PATTERN = r"-\d+\.residual-[01](\.part)?"
+NAME_PATTERN = r"-\d+\.residual-[012](\.part)?"
 
 
 class ResidualFiles:
-    """Two files in a folder, which only their owner may read: they hold sums of gradients."""
+    """Files in a folder, which only their owner may read: they hold sums of gradients."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ResidualFiles:
         """Remove old files of this device's other runs, each 4 bytes per parameter."""
         is_own = re.compile(re.escape(self._name) + NAME_PATTERN).fullmatch
         # A device may be away for longer, and this run's residual is still to be sent.
-        current = {self.path(slot).name for slot in (0, 1)}
+        current = {self.path(slot).name for slot in (0, 1, 2)}
         for path in self._folder.iterdir():
             if path.name in current or not is_own(path.name):
                 continue
@@ -80,7 +80,7 @@ class ResidualFiles:
 
 
 class ResidualsByCall:
-    """Two entries that functions load, save and delete: of a simulation, or a node's context."""
+    """Entries that functions load, save and delete: of a simulation, or a node's context."""
 
     def __init__(
         self,

@@ -193,14 +193,20 @@ class Node:
         A masked vector may be a half or a quarter of that, by the session's ring.
         """
         num_values = self.trainer.image.layout.num_parameters
-        try:
-            plan = records.parse(plan_json, Plan)
-        except HeadwaterError:  # the plan itself is refused when it is carried out
+        plan = self.plan_in(plan_json)
+        if plan is None:
             return 4 * num_values
         if not plan.keeps_update:
             return plan.update_bytes(num_values)
         # A masked vector and its sums come in a later reply, and are counted here.
         return 4 * plan.num_sent(num_values) + 2 * plan.extra_sums(num_values).num_bytes
+
+    def plan_in(self, head_json: str) -> Plan | None:
+        """Return an instruction's plan; None if it is none, or none of those known here."""
+        try:
+            return records.parse(head_json, Plan)
+        except HeadwaterError:  # the plan itself is refused when it is carried out
+            return None
 
     def no_link(self, plan_json: str, answer: NodeAnswer) -> Iterator[NodeAnswer] | None:
         """Return the answers that may replace one, while no link can carry it; None: it waits."""
@@ -229,10 +235,13 @@ class Node:
             {name: records.load_state(context, name) for name in sorted(context.state)}
         )
 
-    def delivered(self) -> None:
-        """Remove what was kept of an update that the server has completely received."""
+    def delivered(self, *, has_next: bool = False) -> None:
+        """Remove what was kept of an update that the server has completely received.
+
+        A next plan that is being carried out has taken over the spool.
+        """
         assert self._context is not None
-        spool = spool_of(self._context, self.name)
+        spool = None if has_next else spool_of(self._context, self.name)
         if spool is not None:
             spool.remove()
         for feature in node_features(self):

@@ -51,6 +51,8 @@ def read_sampler(plain: Plain | None) -> SamplerState:
         # A file of an earlier version has none of these.
         settled_round=plain.get("settled_round"),
         pending_order=plain.get("pending_order"),
+        earlier_round=plain.get("earlier_round"),
+        earlier_place=_read_place(plain.get("earlier_place", {"epoch": 0, "offset": 0})),
     )
 
 

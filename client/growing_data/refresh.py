@@ -165,6 +165,8 @@ def _why_not(plan: Plan) -> str | None:
         )
     if plan.uses_whole_window:
         return "the budget of each example counts the epochs of a fixed number of examples"
+    if plan.overlaps:
+        return "with --overlap two windows at a time are places in one order of the examples"
     if plan.held_out_fraction > 0:
         return "examples would move between training and the held-out test"
     return None

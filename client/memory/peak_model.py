@@ -223,15 +223,16 @@ class ProcessMemory:
     def holding(self, num_bytes: int) -> Iterator[None]:
         """See ``Memory``. What is allocated of the bytes is not known: none is taken to be."""
         self._hold(num_bytes)
-        self._held_bytes, given_back_at = num_bytes, self._give_back_at
+        before, given_back_at = self._held_bytes, self._give_back_at
+        self._held_bytes = before + num_bytes
         try:
             yield
         finally:
-            self._held_bytes = 0
+            self._held_bytes = before
             self._hold(-num_bytes)
             if self._give_back_at != given_back_at and self.known is not None:
                 self._give_back()  # the resident bytes were read while they were held
-                self.known = self.known.at_rest(resident_bytes())
+                self.known = self.known.at_rest(resident_bytes() + before)
 
     def _hold(self, num_bytes: int) -> None:
         if self.known is not None:

@@ -162,7 +162,7 @@ class ClientExamples:
                 f"{MAX_REPEATED:,}"
             )
         return examples, window(
-            sampler.place,
+            sampler.next_place,
             quota=quota,
             num_more=num_more,
             run_seed=plan.run_seed if order_seed is None else order_seed,

@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -345,7 +346,7 @@ class Trainer:
             HeadwaterError: see ``headwater.client.training.round.carry_out``.
         """
         self.progress.begin(plan)
-        sampler = sampler.settle(plan.counted_round)
+        sampler = sampler.settle(plan.counted_round, after_round=plan.after_round)
         local = self.load_local(identity, plan, store)
         try:
             examples, whole = self._examples.window(identity, plan, sampler, order_seed)
@@ -383,7 +384,8 @@ class Trainer:
             HeadwaterError: see ``headwater.client.training.round.sum_round``.
         """
         try:
-            sum_round(work)
+            with room_beside(work):
+                sum_round(work)
         except BuffersChanged:
             self.loaded_model.forget()
             raise
@@ -394,7 +396,7 @@ class Trainer:
         self, identity: Identity, plan: Plan, sampler: SamplerState, order_seed: int | None = None
     ) -> SamplerState:
         """Return the sampler's state with a window pending of which no example can be used."""
-        sampler = sampler.settle(plan.counted_round)
+        sampler = sampler.settle(plan.counted_round, after_round=plan.after_round)
         _, unusable = self._examples.window(identity, plan, sampler, order_seed)
         after = unusable.after(len(unusable.positions))
         return sampler.pend(plan.round, after, unusable.order.digest)
@@ -424,6 +426,15 @@ class Trainer:
             lengths=self._examples.lengths(held_out),
         )
         return report.model_copy(update={"labels": identity.labels})
+
+
+def room_beside(work: Work) -> AbstractContextManager[None]:
+    """Leave room for the update before and for the next model, if both may be on their way."""
+    plan, image = work.plan, work.context.image
+    if not plan.overlaps:
+        return nullcontext()
+    num_values = image.layout.num_parameters
+    return work.context.memory.holding(plan.update_bytes(num_values) + 4 * num_values)
 
 
 def built_or_sent(

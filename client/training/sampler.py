@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.common.errors import PlanWithoutEarlier
+
 Ints = NDArray[np.int64]
 Seeds = NDArray[np.uint64]
 
@@ -80,12 +82,39 @@ class SamplerState:
     """The last round that was pending and counted; None before the first."""
     pending_order: int | None = None
     """The digest of the order that the pending position is in (``ExampleOrder.digest``)."""
+    earlier_round: int | None = None
+    """The round before the pending one, if that is pending too (``--overlap``)."""
+    earlier_place: SamplerPosition = SamplerPosition()
+    """The position after its examples, at which those of the pending round begin."""
 
-    def settle(self, counted_round: int | None) -> SamplerState:
-        """Move to the pending position if its round was counted; drop it otherwise."""
-        if self.pending_round is not None and self.pending_round == counted_round:
-            return SamplerState(place=self.pending_place, settled_round=counted_round)
-        return SamplerState(place=self.place, settled_round=self.settled_round)
+    @property
+    def next_place(self) -> SamplerPosition:
+        """The position at which the next window begins: after an earlier round that is pending."""
+        return self.place if self.earlier_round is None else self.earlier_place
+
+    def settle(self, counted_round: int | None, *, after_round: int | None = None) -> SamplerState:
+        """Move to the pending position if its round was counted; drop it otherwise.
+
+        The next plan may follow on one of ``after_round`` that is still out. Then that round's
+        position stays pending, as the earlier one.
+
+        Raises:
+            PlanWithoutEarlier: no update of ``after_round`` was summed here.
+        """
+        pending = {self.earlier_round: self.earlier_place, self.pending_round: self.pending_place}
+        pending.pop(None, None)
+        settled = SamplerState(place=self.place, settled_round=self.settled_round)
+        if counted_round in pending:
+            settled = SamplerState(place=pending[counted_round], settled_round=counted_round)
+        if after_round in (None, settled.settled_round):
+            return settled
+        if after_round not in pending:
+            raise PlanWithoutEarlier(
+                f"the plan follows on that of round {after_round}, and this device has no update "
+                "of it"
+            )
+        place = pending[after_round]
+        return replace(settled, earlier_round=after_round, earlier_place=place)
 
     def knows(self, counted_round: int | None) -> bool:
         """Return whether the position is after the examples of the last counted round.

@@ -66,13 +66,17 @@ class IncomingDifference:
 class IncomingImage:
     """A model, or its frozen part, that is being received."""
 
-    def __init__(self, image: Image, memory: memoryview, digest: Any) -> None:
+    def __init__(
+        self, image: Image, memory: memoryview, digest: Any, *, is_beside: bool = False
+    ) -> None:
+        """``is_beside``: the memory is not the trainer's, which is in use."""
+        self.is_beside = is_beside
         self.image_id = image.image_id
         self.is_frozen = image.is_frozen
         self.num_bytes = len(memory)
         self.seconds = 0.0  # from the announcement to the latest chunk
+        self.memory = memory
         self._sha256 = image.sha256
-        self._memory = memory
         self._received = 0
         self._digest = digest
         self._start = time.monotonic()
@@ -84,9 +88,9 @@ class IncomingImage:
             ProtocolMismatch: it is out of order.
         """
         end = self._received + len(chunk.data)
-        if chunk.offset != self._received or end > len(self._memory):
+        if chunk.offset != self._received or end > len(self.memory):
             raise ProtocolMismatch("the server sent a chunk of its model out of order")
-        self._memory[self._received : end] = chunk.data
+        self.memory[self._received : end] = chunk.data
         self._digest.update(chunk.data)
         self._received = end
         self.seconds = time.monotonic() - self._start
@@ -97,5 +101,5 @@ class IncomingImage:
         Raises:
             ModelBroken: the digest is not the announced one.
         """
-        if self._received != len(self._memory) or self._digest.digest() != self._sha256:
+        if self._received != len(self.memory) or self._digest.digest() != self._sha256:
             raise ModelBroken("the received model is not the announced one")

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -205,6 +205,10 @@ class HeadwaterGrid(Grid):
     def dispatch(self, messages: Iterable[Message]) -> list[str]:
         """Send messages whose replies ``next_reply`` returns; return the messages' ids."""
         raise NotImplementedError("this grid has no asynchronous rounds")
+
+    def hold_back(self, nodes: Collection[int]) -> None:
+        """Let the replies of these nodes to dispatched messages wait, from the next call on."""
+        raise NotImplementedError("this grid has one plan of a node at a time")
 
     def next_reply(self, *, timeout: float) -> Message | None:
         """Return the next reply to a dispatched message, or to one that was pushed.

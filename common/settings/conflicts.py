@@ -85,6 +85,8 @@ def check_together(
         *(asynchronous, plan, cohort, aggregation, compression, secure, privacy),
         *(evaluation, simulation),
     )
+    if asynchronous.overlap:
+        found += _of_overlap(asynchronous, cohort, local, model, secure)
     found += _of_workers(simulation, secure)
     if simulation.aggregators > 1:
         found += _of_tree(simulation, secure, aggregation, asynchronous)
@@ -518,6 +520,34 @@ def _of_offline_windows(
             "windows is sent whole",
             remedy="leave out --compress, or --offline-windows",
         )
+
+
+def _of_overlap(
+    asynchronous: AsynchronousSettings,
+    cohort: CohortSettings,
+    local: LocalSettings,
+    model: ModelSettings,
+    secure: SecureSettings,
+) -> Iterator[SettingsError]:
+    """Yield what is right for one pending round of a device, and would be wrong for two."""
+    refused = {
+        "the second of two plans is a late one by design, and rounds are synchronous: leave out "
+        "--overlap, or add --asynchronous": not asynchronous.is_on,
+        "a masked update waits on its device for a session: leave out --overlap, or "
+        "--secure-aggregation": secure.aggregation != "off",
+        "a device without a link goes on with one plan: leave out --overlap, or "
+        "--offline-windows": asynchronous.offline_windows > 1,
+        "all connected devices have two plans: leave out --overlap, or --cohort-size": cohort.size
+        is not None,
+        "what a device keeps is pending for one round: leave out --overlap, or "
+        "--local-parameters": model.local_parameters is not None,
+        "what a device keeps of a round enters the next one: leave out --overlap, or "
+        f"--algorithm {local.algorithm}": local.keeps_state,
+    }
+    for text, is_refused in refused.items():
+        if is_refused:
+            what, _, remedy = text.partition(": ")
+            yield SettingsError(f"with --overlap {what}", remedy=remedy)
 
 
 def why_no_branches(

@@ -227,6 +227,12 @@ class AsynchronousSettings(Branch):
         ge=0,
         le=16,
     )
+    overlap: bool = setting(
+        False,
+        "with --asynchronous: a device trains on its next plan while the update of the one before "
+        "is sent, so that processor and link work at once; its model lacks one step more",
+        "--overlap/--no-overlap",
+    )
     offline_windows: int = setting(
         1,
         "windows that a device sums under one plan while it has no link, before it waits; on the "

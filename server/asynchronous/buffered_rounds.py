@@ -28,9 +28,11 @@ from headwater.server.asynchronous.masked_buffer import (
     with_graphs,
     without_company,
 )
+from headwater.server.asynchronous.overlapping_plans import OverlappingPlans, overlapping
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
 from headwater.server.fleet import Dropout, Fleet
+from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.round_plans import RoundPlans
 from headwater.server.rounds.checkpoint import saved_round
@@ -70,6 +72,10 @@ class BufferedRounds:
         """The round of each client's last update, if it was refused."""
         self._waiting: dict[str, ReadyReport] = {}
         """The clients whose masked updates wait for others of their model."""
+        self._next = OverlappingPlans(fleet) if settings.asynchronous.overlap else None
+        """The plans after those that are in ``_plans``; None: there are none (``--overlap``)."""
+        self._clients: ConnectedClients | None = None
+        """The clients of this step; None before the first."""
         self._stepped_at = 0.0
         """The virtual time of the last step."""
 
@@ -100,6 +106,7 @@ class BufferedRounds:
         self._plans |= new
         self._give_up_stale(rule, opened)
         self._dispatch(training, new)
+        self._plan_next(training, num_updates)
         self._fill(training, opened, rule, num_updates, watch)
         self._close_buffer(opened)
         answered = self._take_answered(opened)
@@ -129,7 +136,7 @@ class BufferedRounds:
             num_windows=_windows_of(opened),
             discounted_weight=figures.discounted_weight,
             num_stale=sum(isinstance(why, StaleUpdate) for why in opened.refused.values()),
-            num_at_work=len(self._plans),
+            num_at_work=len(self._plans.keys() | (self._next.plans.keys() if self._next else ())),
         )
 
     def _plan(
@@ -137,12 +144,14 @@ class BufferedRounds:
     ) -> tuple[RoundPlans, int]:
         """Plan for the free clients; return the plans of all that work then, and the buffer."""
         planner, settings = training.planner, training.settings
-        clients = connected_clients(training, self._fleet)
+        if self._next is not None:
+            self._next.begin(self._plans, training.counted)
+        clients = self._clients = connected_clients(training, self._fleet)
         watch.lap("wait")
         observer.begun(training.round + 1, clients.all_reports)
         num_clients = len(clients.reports.keys() | self._plans.keys())
         most = settings.cohort.size or num_clients
-        num_absent = sum(plan.model_version < training.round - 1 for plan in self._plans.values())
+        num_absent = sum(plan.round < training.round for plan in self._plans.values())
         num_updates = buffer_size(settings, min(num_clients, most) - num_absent)
         planned = planner.plan(
             clients,
@@ -181,6 +190,8 @@ class BufferedRounds:
             for name in new.keys() & self._refused.keys()
             if new[name].max_windows > 1
         }
+        if self._next is not None:
+            return overlapping(new)
         return {
             **new,
             **{
@@ -188,6 +199,22 @@ class BufferedRounds:
                 for n, at in refused.items()
             },
         }
+
+    def _plan_next(self, training: Training, num_updates: int) -> None:
+        """Send each client that has one plan another, to carry out while its update is sent."""
+        clients = self._clients
+        if self._next is None or clients is None:
+            return
+        planned = training.planner.plan(
+            clients,
+            round_number=training.round + 1,
+            counted=training.counted,
+            turn_seconds=self._fleet.turn_seconds(),
+            busy=self._next.busy(self._plans, clients.reports),
+            num_updates=num_updates,
+        )
+        self._owned |= planned.owned
+        self._dispatch(training, self._next.add(planned.plans, self._plans))
 
     def _give_up_stale(self, rule: StalenessRule, opened: OpenRound) -> None:
         """Stop waiting for updates that would be refused: their clients get newer plans sooner.
@@ -341,7 +368,7 @@ class BufferedRounds:
                 opened.plans = {**opened.plans, answer.name: plan}
         try:
             if isinstance(answer, Update):
-                rule.check(answer.name, answer.report.round - 1)
+                rule.check(answer.name, _version_of(answer.report, plan))
                 self._check_time(training, answer.report, plan)
             elif plan is not None and isinstance(answer, ReadyReport):
                 rule.check(answer.name, plan.model_version)
@@ -351,6 +378,8 @@ class BufferedRounds:
         if isinstance(answer, Update) and answer.name in opened.refused:
             self._plans_out.remove(answer.name, answer.report.round)
             self._refused[answer.name] = answer.report.round
+        if self._next is not None:
+            self._next.note_answers(opened.accepted, opened.refused)
 
     def _check_time(self, training: Training, report: UpdateReport, plan: Plan | None) -> None:
         """Check that a client had time for its windows; a simulated one is believed.
@@ -367,6 +396,12 @@ def _has_checkpoint(training: Training) -> bool:
     """Return whether the run has a checkpoint: a run that begins finds none in its folder."""
     folder = training.settings.out
     return folder is not None and saved_round(folder) is not None
+
+
+def _version_of(report: UpdateReport, plan: Plan | None) -> int:
+    """Return the model that an update is of; of one that no known plan has, by its round."""
+    is_known = plan is not None and plan.round == report.round
+    return plan.model_version if plan is not None and is_known else report.round - 1
 
 
 def has_answered(opened: OpenRound, name: str) -> bool:

@@ -21,6 +21,8 @@ from headwater.server.flower.registration import Registration
 
 MODELS_RAM_BYTES = 1 << 30
 
+Reader = Callable[[str, RecordDict], Update | ReadyReport]
+
 
 class DispatchedPlans:
     """The plans that are out on a grid, ours or Flower's own."""
@@ -30,11 +32,13 @@ class DispatchedPlans:
         self._registration = registration
         self._clients: dict[str, str] = {}
         """The clients that work on dispatched plans, by the plan's message."""
-        self._readers: dict[str, Callable[[str, RecordDict], Update | ReadyReport]] = {}
-        """Reads the answer to the last plan that each client was dispatched."""
+        self._readers: dict[str, Reader] = {}
+        """What reads the answer to each plan, by the plan's message."""
         self._given_up: deque[Dropout] = deque()
         self._model: tuple[int, Array] | None = None
         """The copy of the model that was dispatched last, and the number of its step."""
+        self._held_back: Collection[str] = ()
+        """The clients whose answers wait."""
         self._copies = BoundedMemory(MODELS_RAM_BYTES)
 
     def dispatch(self, plans: Mapping[str, Plan], image: ModelImage, *, round_number: int) -> None:
@@ -61,8 +65,10 @@ class DispatchedPlans:
             self._grid.offer_differences(None)
         self._grid.dispatch(messages)
         names = {node: name for name, node in nodes.items()}
+        ids = [message.metadata.message_id for message in messages]
         self._clients |= {
-            message.metadata.message_id: names[message.metadata.dst_node_id] for message in messages
+            id_: names[message.metadata.dst_node_id]
+            for id_, message in zip(ids, messages, strict=True)
         }
         self._note_busy()
         num_values, start_seconds = image.layout.num_parameters, time.monotonic()
@@ -72,7 +78,7 @@ class DispatchedPlans:
                 return with_seconds(records.read(content, ReadyReport), start_seconds)
             return records.read_update(content, plans[name], num_values=num_values)
 
-        self._readers |= dict.fromkeys(plans, read)
+        self._readers |= dict.fromkeys(ids, read)
 
     def _copy_of(self, image: ModelImage, round_number: int) -> Array:
         """Return a copy of a step's model.
@@ -96,7 +102,7 @@ class DispatchedPlans:
         A client that is not ``described`` has joined since; newcomers on Flower's own grid are sent
         ``request``.
         """
-        while self._clients or self._given_up:
+        while self._awaits_some() or self._given_up:
             if self._given_up:
                 return self._given_up.popleft()
             reply = self._next_reply(request)
@@ -104,11 +110,38 @@ class DispatchedPlans:
                 if any(name not in described for name in self._registration.clients()):
                     return None
                 continue
-            name = self._clients.pop(reply.metadata.reply_to_message_id, None)
+            message_id = reply.metadata.reply_to_message_id
+            name = self._clients.pop(message_id, None)
             self._note_busy()
             if name is not None:
-                return read_answer(name, reply, self._readers[name], self._registration)
+                reader = self._readers.pop(message_id)
+                answer = read_answer(name, reply, reader, self._registration)
+                if isinstance(answer, Dropout):
+                    self.drop([name])
+                return answer
         return None
+
+    def hold_back(self, names: Collection[str]) -> None:
+        """See ``DispatchingFleet``."""
+        assert isinstance(self._grid, HeadwaterGrid)
+        nodes = self._registration.nodes()
+        self._held_back = names
+        self._grid.hold_back({nodes[name] for name in names if name in nodes})
+
+    def drop(self, names: Collection[str]) -> None:
+        """See ``DispatchingFleet``."""
+        ids = [id_ for id_, name in self._clients.items() if name in names]
+        if ids and isinstance(self._grid, HeadwaterGrid):
+            self._grid.end_exchange(ids)
+        self._forget(ids)
+
+    def _forget(self, ids: Collection[str]) -> None:
+        for id_ in ids:
+            del self._clients[id_], self._readers[id_]
+        self._note_busy()
+
+    def _awaits_some(self) -> bool:
+        return any(name not in self._held_back for name in self._clients.values())
 
     def _next_reply(self, request: DescribeRequest | None) -> Message | None:
         """Return the next reply; None if there is none after a short wait."""
@@ -131,10 +164,9 @@ class DispatchedPlans:
             if self._grid.has_virtual_clock:
                 return  # a device that is away learns nothing of it, and its answer is refused
             self._grid.end_exchange(ids)
-        for message_id in ids:
-            name = self._clients.pop(message_id)
+        for name in dict.fromkeys(self._clients[id_] for id_ in ids):
             self._given_up.append(Dropout(name=name, error=errors[name]))
-        self._note_busy()
+        self._forget(ids)
 
     def _note_busy(self) -> None:
         nodes = self._registration.nodes()

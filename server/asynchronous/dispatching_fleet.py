@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from headwater.common.errors import HeadwaterError
@@ -24,6 +24,19 @@ class DispatchingFleet(Fleet, Protocol):
         None if no plan is out, or if a client has joined since the last call of ``describe``.
         The vector of an update is valid until the next answer is requested.
         """
+        ...
+
+    @property
+    def takes_two_plans(self) -> bool:
+        """Whether a client may be sent a second plan before it has answered the first."""
+        ...
+
+    def hold_back(self, names: Collection[str]) -> None:
+        """Let the answers of these clients wait from now on, and those of no other."""
+        ...
+
+    def drop(self, names: Collection[str]) -> None:
+        """Await no answer of these clients any more, and report none."""
         ...
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from flwr.serverapp import Grid
 
@@ -27,6 +27,16 @@ class DispatchingGridFleet(GridFleet):
 
     def next_answer(self) -> Update | ReadyReport | Dropout | None:
         return self._dispatched.next_answer(described=self._reports, request=self._request)
+
+    @property
+    def takes_two_plans(self) -> bool:
+        return self._own is not None and not self._own.has_virtual_clock
+
+    def hold_back(self, names: Collection[str]) -> None:
+        self._dispatched.hold_back(names)
+
+    def drop(self, names: Collection[str]) -> None:
+        self._dispatched.drop(names)
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
         self._dispatched.give_up(errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from flwr.app import Message
 
@@ -65,6 +65,8 @@ class GrpcGrid(HeadwaterGrid):
         """The messages whose replies ``next_reply`` returns."""
         self._early: deque[Arrival] = deque()
         """Replies to dispatched messages that arrived while others were awaited."""
+        self._held_back: Collection[int] = ()
+        """The nodes whose replies to dispatched messages wait."""
         self._last: Iterator[Message] = iter(())
         """Releases the memory of the reply that ``next_reply`` returned last."""
 
@@ -109,11 +111,16 @@ class GrpcGrid(HeadwaterGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         return self._push(messages, num_needed=None)
 
-    def _push(self, messages: Iterable[Message], *, num_needed: int | None) -> list[str]:
+    def _push(
+        self, messages: Iterable[Message], *, num_needed: int | None, may_follow: bool = False
+    ) -> list[str]:
         pushed = {ensure_message_id(message): message for message in messages}
         self._sent |= pushed
         self._servicer.send_instructions(
-            [self._instruction(message_id, message) for message_id, message in pushed.items()],
+            [
+                self._instruction(message_id, message, may_follow=may_follow)
+                for message_id, message in pushed.items()
+            ],
             num_needed=num_needed,
         )
         return list(pushed)
@@ -133,24 +140,30 @@ class GrpcGrid(HeadwaterGrid):
                 yield from self._replies(arrival)
 
     def dispatch(self, messages: Iterable[Message]) -> list[str]:
-        pushed = self._push(messages, num_needed=None)
+        pushed = self._push(messages, num_needed=None, may_follow=True)
         self._dispatched.update(pushed)
         self._note_awaited()
         return pushed
 
+    def hold_back(self, nodes: Collection[int]) -> None:
+        self._held_back = nodes
+
     def next_reply(self, *, timeout: float) -> Message | None:
         for _ in self._last:
             pass
-        try:
-            arrival = (
-                self._early.popleft()
-                if self._early
-                else self._servicer.arrivals.get(timeout=timeout)
-            )
-        except queue.Empty:
-            self.check_term()
-            self.while_waiting()
-            return None
+        arrival = next((one for one in self._early if one.node_id not in self._held_back), None)
+        if arrival is not None:
+            self._early.remove(arrival)
+        else:
+            try:
+                arrival = self._servicer.arrivals.get(timeout=timeout)
+            except queue.Empty:
+                self.check_term()
+                self.while_waiting()
+                return None
+            if arrival.node_id in self._held_back and arrival.message_id in self._dispatched:
+                self._early.append(arrival)
+                return None
         if arrival.message_id in self._dispatched:
             self._servicer.device_records.note_answer(self._recipient(arrival.message_id))
             self._dispatched.discard(arrival.message_id)
@@ -235,7 +248,9 @@ class GrpcGrid(HeadwaterGrid):
             return self._reply_bytes.get(name, 0), OTHER_HEAD_BYTES
         return reply_bytes(message, self._num_parameters)
 
-    def _instruction(self, message_id: str, message: Message) -> DeviceInstruction:
+    def _instruction(
+        self, message_id: str, message: Message, *, may_follow: bool
+    ) -> DeviceInstruction:
         vector, name = records.vector(message.content), message.metadata.message_type
         kind = self._kinds.get(name, OTHER)
         is_model = vector is not None and kind.has_model
@@ -255,6 +270,7 @@ class GrpcGrid(HeadwaterGrid):
             frozen=memoryview(vector or b"") if is_frozen else None,
             frozen_id=records.parse(head_json, FrozenPart).digest if is_frozen else "",
             vector=b"" if is_model or is_frozen else bytes(vector or b""),
+            follows=may_follow and records.read(message.content, Plan).after_round is not None,
         )
 
 

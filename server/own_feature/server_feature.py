@@ -152,6 +152,9 @@ def _made(found: OwnFeature, arguments: Mapping[str, Any], run: RunState) -> Ser
         "could have one outweigh the rest": (
             settings.secure.aggregation == "active" and keeps_state(found.device)
         ),
+        "terms or code on each device, and --overlap has two of its rounds pending": (
+            settings.asynchronous.overlap and (found.device is not None or terms is not None)
+        ),
         "a direction of local steps, and there is none without --local-steps": (
             has_direction and not settings.local.is_on and settings.algorithm.name is None
         ),

@@ -275,8 +275,9 @@ class Admission:
         session.stream, session.task = stream, asyncio.current_task()
         session.outbox, session.image_id = asyncio.Queue(), hello.image_id
         session.sending_since, session.frame_limit = None, FrameLimit(at=time.monotonic())
-        if session.instruction is not None:
-            session.frame_limit.grant_reply(session.instruction.reply_bytes)
+        session.receipts.clear()
+        for instruction in session.open_instructions:
+            session.frame_limit.grant_reply(instruction.reply_bytes)
         self._connections.downloads.send(session, ServerFrame(welcome=welcome))
         session.record = self._connections.device_records.note_connected(session.name)
         session.record.version = hello.version if is_version(hello.version) else None
@@ -301,11 +302,20 @@ class Admission:
         session.missed = None
         if instruction is None:
             return
-        if not resumes or downloads.lacks_model(session, instruction):
+        following = session.following
+        # A device that resumes, and holds the model of the next one, has done this one.
+        is_done = (
+            resumes
+            and following is not None
+            and (session.reply is not None or not downloads.lacks_model(session, following))
+        )
+        if not resumes or (downloads.lacks_model(session, instruction) and not is_done):
             session.num_starts_over += 1
         if session.num_starts_over > MAX_STARTS_OVER:
             text = f"{session.name} started this round's work over {MAX_STARTS_OVER} times"
             self._connections.uploads.in_vain.add(session.name)
             self._connections.uploads.fail(session, ConnectionLost(text))
             return
-        downloads.send_instruction(session, instruction)
+        downloads.send_instruction(session, instruction, is_known=is_done)
+        if following is not None:
+            downloads.send_instruction(session, following)

@@ -34,14 +34,31 @@ class Downloads:
         self._frame = lru_cache(maxsize=CACHED_CHUNKS)(self._make_frame)
 
     def send(self, session: DeviceSession, frame: ServerFrame) -> None:
-        """Put a frame into a session's outbox; does nothing if the session has no stream."""
-        if session.stream is not None:
+        """Put a frame into a session's outbox; does nothing if the session has no stream.
+
+        A receipt is written before what is left of a model: an upload waits for its first one.
+        """
+        if session.stream is None:
+            return
+        if frame.WhichOneof("kind") == "receipt":
+            session.receipts.append(frame)
+            session.outbox.put_nowait(partial(self._write_receipts, session, session.stream))
+        else:
             session.outbox.put_nowait(partial(self.write, session.stream, frame, session))
 
-    def send_instruction(self, session: DeviceSession, instruction: DeviceInstruction) -> None:
-        """Put an instruction into a session's outbox, with its model if the device lacks it."""
+    async def _write_receipts(self, session: DeviceSession, stream: Stream) -> None:
+        while session.receipts and session.stream is stream:
+            await self.write(stream, session.receipts.popleft(), session)
+
+    def send_instruction(
+        self, session: DeviceSession, instruction: DeviceInstruction, *, is_known: bool = False
+    ) -> None:
+        """Put an instruction into a session's outbox, with its model if the device lacks it.
+
+        A device to which it ``is_known`` has done its work, and needs no model for it.
+        """
         if session.stream is not None:
-            write = partial(self._write_instruction, session, instruction, session.stream)
+            write = partial(self._write_instruction, session, instruction, session.stream, is_known)
             session.outbox.put_nowait(write)
 
     def lacks_model(self, session: DeviceSession, instruction: DeviceInstruction) -> bool:
@@ -94,30 +111,39 @@ class Downloads:
         self._frame.cache_clear()
 
     async def _write_instruction(
-        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
+        self,
+        session: DeviceSession,
+        instruction: DeviceInstruction,
+        stream: Stream,
+        is_known: bool,
     ) -> None:
         """Write an instruction and what belongs to it, unless it was cancelled; time it."""
-        if session.stream is not stream or session.instruction is not instruction:
+        if session.stream is not stream or not session.awaits(instruction):
             return
         begun = time.monotonic()
         try:
-            await self._write_parts(session, instruction, stream)
+            await self._write_parts(session, instruction, stream, is_known=is_known)
         finally:
             session.seconds_down += time.monotonic() - begun
         if session.instruction is instruction and session.stage == "planned":
             session.stage = "computing"
 
     async def _write_parts(
-        self, session: DeviceSession, instruction: DeviceInstruction, stream: Stream
+        self,
+        session: DeviceSession,
+        instruction: DeviceInstruction,
+        stream: Stream,
+        *,
+        is_known: bool,
     ) -> None:
         """Write the model if the device does not have it, or the frozen part; then the rest."""
         image_id, small_image = "", b""
-        image = self._image_of(instruction)
+        image = None if is_known else self._image_of(instruction)
         if instruction.image is not None and image is not None:
             image_id = image[0]
             is_held = session.image_id == image_id
             difference = None if is_held else await _difference(session, instruction)
-            if session.stream is not stream or session.instruction is not instruction:
+            if session.stream is not stream or not session.awaits(instruction):
                 return  # it was cancelled meanwhile, and its model may be gone
             if difference is not None and difference.image_id == image_id:
                 session.image_id = ""
@@ -134,7 +160,7 @@ class Downloads:
         frozen = None if instruction.frozen is None else self._frozen
         if frozen and not await self._write_image(session, instruction, stream, frozen):
             return
-        if session.instruction is instruction:
+        if session.awaits(instruction):
             message = Instruction(
                 message_id=instruction.message_id,
                 message_type=instruction.message_type,
@@ -202,7 +228,8 @@ class Downloads:
         """Write an announcement and its chunks; return as ``_write_image``."""
         await self.write(stream, ServerFrame(image=head), session)
         for offset in range(0, head.num_bytes, CHUNK_BYTES):
-            if session.instruction is not instruction or session.stream is not stream:
+            await self._write_receipts(session, stream)
+            if not session.awaits(instruction) or session.stream is not stream:
                 return False
             session.sending_since = None  # waiting for the semaphore is not this device's fault
             async with self._in_flight:

@@ -266,7 +266,7 @@ class Servicer:
     async def _send_instructions(
         self, instructions: Sequence[DeviceInstruction], num_needed: int | None
     ) -> None:
-        earlier = [s.instruction for s in self._sessions.values() if s.instruction is not None]
+        earlier = [one for s in self._sessions.values() for one in s.open_instructions]
         await self._downloads.set_models(instructions, earlier)
         if num_needed is not None:
             self._uploads.exchange = OpenExchange(
@@ -281,9 +281,12 @@ class Servicer:
                     Arrival(message_id=one.message_id, node_id=one.node_id, error=lost)
                 )
                 continue
-            self._uploads.cancel(session)
-            session.instruction, session.num_starts_over = one, 0
-            session.stage = "planned" if one.message_type == "train" else None
+            if one.follows and session.instruction is not None:
+                session.following = one
+            else:
+                self._uploads.cancel(session)
+                session.instruction, session.num_starts_over = one, 0
+                session.stage = "planned" if one.message_type == "train" else None
             session.frame_limit.grant_reply(one.reply_bytes)
             self._downloads.send_instruction(session, one)
 
@@ -292,6 +295,8 @@ class Servicer:
         for session in self._sessions.values():
             if session.instruction is not None and session.instruction.message_id in message_ids:
                 self._uploads.cancel_late(session)
+            elif session.following is not None and session.following.message_id in message_ids:
+                self._uploads.drop_following(session)
         self._downloads.clear_frames()
 
     def _notify(self, is_paused: bool | None, is_watched: bool | None) -> None:

@@ -53,6 +53,8 @@ class DeviceInstruction:
     """Its digest."""
     vector: bytes = b""
     """A vector small enough to travel in the instruction's own frame."""
+    follows: bool = False
+    """Whether it waits for the device's answer to the one before, in place of cancelling that."""
 
     def allows(self, num_bytes: int) -> bool:
         """Whether the vector in the reply may have this length."""
@@ -105,6 +107,10 @@ class DeviceSession:
     """Of the current stream."""
     instruction: DeviceInstruction | None = None
     """The instruction whose reply is awaited."""
+    following: DeviceInstruction | None = None
+    """The one after it, which the device carries out while that reply is uploaded."""
+    receipts: deque[ServerFrame] = field(default_factory=deque)
+    """Receipts of the upload, which pass the chunks of a model that is sent meanwhile."""
     has_answered: bool = False
     """Whether it has completed a reply, at least the one with its description."""
     num_starts_over: int = 0
@@ -122,6 +128,16 @@ class DeviceSession:
     seconds_up: float = 0.0
     """Seconds in which its vectors arrived so far."""
     record: DeviceRecord | None = None
+
+    def awaits(self, instruction: DeviceInstruction) -> bool:
+        """Whether an instruction is in progress, or the one after that."""
+        return instruction is self.instruction or instruction is self.following
+
+    @property
+    def open_instructions(self) -> tuple[DeviceInstruction, ...]:
+        """The instruction in progress and the one after it, in their order."""
+        both = (self.instruction, self.following)
+        return tuple(one for one in both if one is not None)
 
 
 Sessions = dict[int, DeviceSession]

@@ -22,6 +22,7 @@ from headwater.common.errors import (
     LateUpdate,
     ModelMismatch,
     OversizeUpdate,
+    PlanWithoutEarlier,
     ProtocolMismatch,
     StateError,
     UnexpectedUpdate,
@@ -194,7 +195,8 @@ class Uploads:
         except CorruptUpdate as error:
             self.reject(session, CorruptUpdate(f"{session.name}: {error}"))
             return
-        session.upload, session.reply, session.instruction = None, None, None
+        session.upload, session.reply = None, None
+        session.instruction, session.following = session.following, None
         session.has_answered = True
         self.pause(session)  # its seconds count before the round sees the reply
         if self.exchange is not None and instruction.message_id in self.exchange.message_ids:
@@ -210,6 +212,8 @@ class Uploads:
             )
         )
         self._stop(session)
+        if session.instruction is not None:
+            session.stage = "computing"
 
     def reject(self, session: DeviceSession, error: HeadwaterError) -> None:
         """Refuse the awaited reply for good: report the error to the device and to the round."""
@@ -218,7 +222,11 @@ class Uploads:
             self.fail(session, error)
 
     def fail(self, session: DeviceSession, error: HeadwaterError) -> None:
-        """Pass an error to the round in place of the session's reply, if one is awaited."""
+        """Pass an error to the round in place of the session's reply, if one is awaited.
+
+        The reply to a following instruction would not count, so the device is told to drop that.
+        """
+        self.drop_following(session)
         instruction = session.instruction
         session.instruction = None
         if instruction is not None:
@@ -226,6 +234,14 @@ class Uploads:
                 Arrival(message_id=instruction.message_id, node_id=session.node_id, error=error)
             )
         self.discard(session)
+
+    def drop_following(self, session: DeviceSession) -> None:
+        """Cancel the instruction after the one in progress, and tell the device."""
+        following, session.following = session.following, None
+        if following is not None:
+            session.cancelled.append(following.message_id)
+            text = f"{session.name}: the update before this one does not count"
+            self._send(session, fault_frame(PlanWithoutEarlier(text), following.message_id))
 
     def cancel_late(self, session: DeviceSession) -> None:
         """Cancel the session's instruction because its round has closed; notify the device."""
@@ -252,9 +268,8 @@ class Uploads:
 
     def cancel(self, session: DeviceSession) -> None:
         """Stop waiting for the session's reply; the caller sends the device the reason."""
-        if session.instruction is not None:
-            session.cancelled.append(session.instruction.message_id)
-        session.instruction = None
+        session.cancelled.extend(one.message_id for one in session.open_instructions)
+        session.instruction = session.following = None
         self.discard(session)
 
     def discard(self, session: DeviceSession) -> None:

@@ -8,7 +8,7 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
@@ -234,6 +234,16 @@ class LocalFleet:
 
     def give_up(self, errors: Mapping[str, HeadwaterError]) -> None:
         """See ``DispatchingFleet``: a device that is away learns nothing of it."""
+
+    @property
+    def takes_two_plans(self) -> bool:
+        return False
+
+    def hold_back(self, names: Collection[str]) -> None:
+        raise NotImplementedError("a simulated device has one plan at a time")
+
+    def drop(self, names: Collection[str]) -> None:
+        raise NotImplementedError("a simulated device has one plan at a time")
 
     def virtual_now(self) -> float:
         return self._pending.now_seconds

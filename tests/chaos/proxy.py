@@ -37,7 +37,7 @@ class Proxy:
         self.num_lost_segments = 0
         self.num_holds = 0
         """The places of "hold" that were reached."""
-        self._target = (host, port)
+        self.target = (host, port)
         self._listener = socket.create_server((host, 0))
         self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -103,7 +103,7 @@ class Proxy:
                 return
             self.wait_while_parted()
             try:
-                server = socket.create_connection(self._target)
+                server = socket.create_connection(self.target)
             except OSError:
                 end(device)  # there is no server at the moment
                 continue

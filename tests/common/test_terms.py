@@ -49,6 +49,7 @@ VALUES: dict[str, dict[str, tuple[Any, Any]]] = {
         "how": ({"proximal": 0.5}, None),
         "algorithm": ("FedProx(mu=0.1)", None),
     },
+    "overlap": {"after": (3, 4)},
     "offline": {"windows": (5, 4), "refused_round": (3, None)},
     "own_parameters": {"learning_rate": (0.1, 0.2)},
     "privacy": {

@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "growing_data": ("client/growing_data/",),
     "offline": ("common/offline/", "client/offline/"),
+    "overlap": ("common/overlap/", "client/overlap/"),
     "asynchronous": ("server/asynchronous/",),
     "tree": ("common/tree/", "server/tree/", "aggregator/"),
     "standby": ("server/standby/",),
@@ -50,7 +51,7 @@ ALWAYS = {"energy", "tracking"}
 server writes the TensorBoard log."""
 
 KNOWS: dict[str, set[str]] = {
-    "asynchronous": {"local_training", "offline", "secagg"},
+    "asynchronous": {"local_training", "offline", "overlap", "secagg"},
     "local_state": {"local_training", "own_feature"},
     "offline": {"local_training"},
     "own_feature": {"local_training"},

@@ -35,6 +35,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "tree": ("--aggregators", "2"),
     "growing_data": (),
     "offline": (),
+    "overlap": (),
     "standby": (),
     "enrolment": (),
     "page": (),

@@ -21,7 +21,27 @@ def plan(**values: Any) -> dict[str, Any]:
 
 
 ASYNCHRONOUS = {"is_on": True}
+OVERLAP = {"asynchronous": {"is_on": True, "overlap": True}}
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "an overlap of synchronous rounds": (
+        {"asynchronous": {"overlap": True}},
+        "a late one by design",
+    ),
+    "an overlap and masks": ({**OVERLAP, **MASKS}, "waits on its device"),
+    "an overlap and noise": ({**OVERLAP, **PRIVATE}, "no fixed bound"),
+    "an overlap and offline windows": (
+        {"asynchronous": {"is_on": True, "overlap": True, "offline_windows": 2}},
+        "goes on with one plan",
+    ),
+    "an overlap and a cohort": ({**OVERLAP, "cohort": {"size": 2}}, "two plans"),
+    "an overlap and own parameters": (
+        {**OVERLAP, "model": {"local_parameters": "head.*"}},
+        "pending for one round",
+    ),
+    "an overlap and a state on each device": (
+        {**OVERLAP, "local": {"algorithm": "scaffold"}},
+        "enters the next one",
+    ),
     "tokens and examples": (
         plan(tokens_per_update=4096, effective_batch_size=64),
         "--tokens-per-update and --effective-batch-size",

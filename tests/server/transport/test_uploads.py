@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from headwater.common.errors import CorruptUpdate
 from headwater.common.transport.wire_pb2 import Chunk, Reply, ServerFrame
 from headwater.server.transport import uploads as uploads_module
 from headwater.server.transport.session import DeviceInstruction, DeviceSession
@@ -165,3 +166,32 @@ def test_a_reply_without_an_instruction_is_refused() -> None:
     one = session(0)
     uploads.announce(one, Reply(message_id="unknown"))
     assert uploads.refusals == {"UnexpectedUpdate": 1}
+
+
+def with_following(number: int) -> DeviceSession:
+    one = session(number)
+    assert one.instruction is not None
+    one.following = replace(one.instruction, message_id="following", follows=True)
+    return one
+
+
+def test_a_following_instruction_is_awaited_once_the_reply_before_is_whole() -> None:
+    sent, one = SentFrames(), with_following(1)
+    following = one.following
+    uploads = Uploads(StagingMemory(10_000), send=sent.send)
+    announce(uploads, one)
+    send(uploads, one, 0, len(VECTOR))
+    assert (one.instruction, one.following) == (following, None)
+    assert uploads.arrivals.get_nowait().message_id == "message 1"
+
+
+def test_a_following_instruction_is_dropped_with_the_reply_before_it() -> None:
+    """Nothing of it reaches the round, and the device is told of both."""
+    sent, one = SentFrames(), with_following(1)
+    uploads = Uploads(StagingMemory(10_000), send=sent.send)
+    uploads.reject(one, CorruptUpdate("damaged"))
+    faults = {f.fault.message_id: f.fault.code for _, f in sent.frames if f.HasField("fault")}
+    assert faults == {"message 1": "CorruptUpdate", "following": "PlanWithoutEarlier"}
+    assert (one.instruction, one.following) == (None, None)
+    assert uploads.arrivals.get_nowait().message_id == "message 1"
+    assert uploads.arrivals.empty()

@@ -1,0 +1,1 @@
+"""A device's check of plans of which two are out at a time."""

@@ -1,0 +1,1 @@
+"""What a plan says of work that goes on while the update before it is sent."""
