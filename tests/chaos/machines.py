@@ -175,8 +175,13 @@ class Namespace:
 
 
 @contextlib.contextmanager
-def namespace(bits_per_second: int) -> Iterator[Namespace]:
-    """Make a namespace behind a link that lets so much through each way (tc-tbf(8))."""
+def namespace(
+    bits_per_second: int, *, down_bits_per_second: int | None = None
+) -> Iterator[Namespace]:
+    """Make a namespace behind a link that lets so much through each way (tc-tbf(8)).
+
+    ``down_bits_per_second`` is the rate of the way into it, if that is another.
+    """
     number = os.getpid() % 60_000
     name, outer, inner = f"chaos-{number}", f"cho{number}", f"chi{number}"
     net = f"10.{200 + number % 50}.{number // 256}"
@@ -189,10 +194,11 @@ def namespace(bits_per_second: int) -> Iterator[Namespace]:
         _ip("link", "set", outer, "up")
         _ip("-n", name, "link", "set", inner, "up")
         _ip("-n", name, "link", "set", "lo", "up")
-        rate = ["rate", f"{bits_per_second}bit", "burst", str(BURST_BYTES)]
-        shape = ["root", "tbf", *rate, "latency", QUEUE_SECONDS]
-        _run("tc", "qdisc", "add", "dev", outer, *shape)
-        _run("tc", "-n", name, "qdisc", "add", "dev", inner, *shape)
+        shape = ["burst", str(BURST_BYTES), "latency", QUEUE_SECONDS]
+        down = ["root", "tbf", "rate", f"{down_bits_per_second or bits_per_second}bit", *shape]
+        up = ["root", "tbf", "rate", f"{bits_per_second}bit", *shape]
+        _run("tc", "qdisc", "add", "dev", outer, *down)
+        _run("tc", "-n", name, "qdisc", "add", "dev", inner, *up)
         yield Namespace(name=name, outer=outer, outer_address=f"{net}.1")
     finally:
         subprocess.run(["ip", "link", "delete", outer], check=False, capture_output=True)
