@@ -124,8 +124,8 @@ def rounds_of(
 ) -> dict[str, Any]:
     """Return the settings of rounds of H local steps, sent in few bits both ways.
 
-    With a rank the updates are factors whose values are of ``values``, or masked in a ring of 8
-    bits, and only the model is sent in the bits.
+    With a rank the updates are factors with values of ``values``; masked ones are in a ring of 8
+    bits. Of both only the model is sent in the bits.
     """
     chosen = {"learning_rate": 1.0, "momentum": 0.3} | outer
     given: dict[str, Any] = {
@@ -140,7 +140,12 @@ def rounds_of(
         sent |= {"compression.up": "low-rank", "compression.rank": rank}
         sent |= {"compression.values": values}
     if masked:
-        sent |= {"secure.aggregation": "semi-honest", "secure.ring_bits": 8}
+        sent |= {
+            "secure.aggregation": "semi-honest",
+            "secure.ring_bits": 8,
+            "compression.up": "off",
+        }
+        sent |= {"cohort.size": 6, "plan.accumulation_steps": 1, "local.batch_size": None}
     return given | sent
 
 
@@ -161,7 +166,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "int2_h120": rounds_of(120, "int2"),
     "rank16_h60": rounds_of(60, "int1", rank=16, values="int4"),
     "rank16_h120": rounds_of(120, "int1", rank=16, values="int4"),
-    "masked_rank16_h120": rounds_of(120, "int1", rank=16, masked=True),
+    "masked_h120": rounds_of(120, "int2", masked=True),
+    "masked_h240": rounds_of(240, "int1", masked=True),
 }
 
 
@@ -183,7 +189,8 @@ def trained(way: dict[str, Any], *, seed: int) -> tuple[float, int]:
         "evaluation.every_rounds": way["rounds"],
         "simulation.fleet": "equal",
     }
-    run_engine(load(None, given | way), on_round=rows.append, resume=False)
+    chosen = {key: value for key, value in (given | way).items() if value is not None}
+    run_engine(load(None, chosen), on_round=rows.append, resume=False)
     return rows[-1].metrics["test_loss"], sum(row.bytes_up + row.bytes_down for row in rows)
 
 
