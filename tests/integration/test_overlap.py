@@ -73,7 +73,7 @@ def fleet(
     with Processes(folder) as processes:
         server = processes.server(
             *("--rounds", num_rounds, "--buffer", num_devices, "--min-clients", num_devices),
-            *(*SETTINGS, *settings),
+            *(*SETTINGS, *settings, "--verbose"),
             task=task,
         )
         with Proxy(port_of(server), faults) as proxy:
@@ -165,6 +165,7 @@ def test_a_device_that_is_killed_in_the_overlap_counts_each_example_once(tmp_pat
         until(lambda: killed.text().count(BEGINS) >= 2, what=killed.text)
         killed.kill(signal.SIGKILL)
         killed.wait()
+        server.wait_for("0 disconnected")  # else its name is taken
         task = f"{tmp_path / 'wide.py'}:Wide"
         again = processes.client(proxy.port, 0, "--verbose", task=task)
         for process in (server, again, other):
