@@ -203,7 +203,8 @@ class BufferedRounds:
     def _plan_next(self, training: Training, num_updates: int) -> None:
         """Send each client that has one plan another, to carry out while its update is sent."""
         clients = self._clients
-        if self._next is None or clients is None:
+        is_last = not training.settings.has_round_after(training.round + 1)
+        if self._next is None or clients is None or is_last:
             return
         planned = training.planner.plan(
             clients,
