@@ -59,7 +59,7 @@ class Blow:
     cut: the connection ends. truncate: ``num_bytes`` are left out, and the rest follows.
     corrupt: a bit of the byte at the place is flipped. stall: this way stands still for
     ``seconds``. part: nothing passes on any connection, either way, for ``seconds``. hold: this way
-    stands still until the proxy is told to go on.
+    stands still until the proxy releases it.
     """
 
     what: WhatHappens

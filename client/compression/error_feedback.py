@@ -48,7 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.client.compression.residual_slots import residual_slots_of
+from headwater.client.compression.residual_slots import SLOTS, residual_slots_of
 from headwater.client.flower.request import DeviceRequest
 from headwater.common.compression.encoding import coding_of
 from headwater.common.compression.terms import CompressionTerms
@@ -59,7 +59,6 @@ from headwater.common.parsed_text import json_of
 
 log = logging.getLogger(__name__)
 
-SLOTS = (0, 1, 2)
 MAX_HEAD_BYTES = 4096
 LENGTH_BYTES = 8
 Floats = NDArray[np.float32]
@@ -227,7 +226,7 @@ class ErrorFeedback:
         return slot, stored[-1].order + 1 if stored else 0
 
     def _drop(self, stored: list[_Residual], why: str) -> None:
-        """Empty both slots, with a line in the log."""
+        """Empty all slots, with a line in the log."""
         number, where = stored[-1].round, self._slots.where
         log.warning("%s: the residual of round %d is dropped, as %s", where, number, why)
         for slot in SLOTS:

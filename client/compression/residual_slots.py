@@ -17,6 +17,7 @@ from headwater.common.system.atomic_file import OWNER_ONLY, atomic_writer, make_
 
 # A file that has not been written for so long belongs to a run that ended, as in the spool.
 STALE_SECONDS = 7 * 86_400.0
+SLOTS = (0, 1, 2)
 NAME_PATTERN = r"-\d+\.residual-[012](\.part)?"
 
 
@@ -71,7 +72,7 @@ class ResidualFiles:
         """Remove old files of this device's other runs, each 4 bytes per parameter."""
         is_own = re.compile(re.escape(self._name) + NAME_PATTERN).fullmatch
         # A device may be away for longer, and this run's residual is still to be sent.
-        current = {self.path(slot).name for slot in (0, 1, 2)}
+        current = {self.path(slot).name for slot in SLOTS}
         for path in self._folder.iterdir():
             if path.name in current or not is_own(path.name):
                 continue

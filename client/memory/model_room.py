@@ -107,7 +107,7 @@ class TensorsWithin(TorchFunctionMode):
 
 
 def has_own_way(options: Mapping[str, Any]) -> bool:
-    """Return whether a factory function is told where or how its tensor is to lie."""
+    """Return whether a factory function's arguments say where or how its tensor lies."""
     return any(options.get(name) is not None for name in OWN_WAY)
 
 

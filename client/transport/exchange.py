@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """One device's exchange: at most one model, one training and one upload at a time."""
+    """One device's exchange: at most one model arrives, one plan trains, and one answer leaves."""
 
     def __init__(self, node: Node, write: Write) -> None:
         """``write`` writes to the current stream, and may raise ``StreamBroken``."""
@@ -263,7 +263,7 @@ class Exchange:
         self._task = asyncio.create_task(self._carry_out(job))
 
     def _is_leaving(self, job: Job) -> bool:
-        """Whether a following plan may not begin, as the device was asked to end its work."""
+        """Whether a following plan may not begin, as the device is to end its work."""
         return job is not self._jobs.first and self._node.trainer.stop_requested.is_set()
 
     def _load_waiting(self) -> None:

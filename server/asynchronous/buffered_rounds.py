@@ -2,8 +2,8 @@
 
 A free client is sent a plan with the newest model; a client at work keeps its plan while steps are
 taken. When B updates are in the buffer, the server divides once, steps, commits, and sends new
-plans to the clients that are free. So a client has at most one plan of each model, and the plan's
-round, which its update names, tells the model that the update is of (Nguyen et al. 2022).
+plans to the clients that are free. An update names its plan's round, and so the model that it is
+of (Nguyen et al. 2022). With ``--overlap`` a client has a second plan (``OverlappingPlans``).
 
 Nothing is counted twice, and no example is lost: a client's place in its data moves on only when
 the step with its update is committed. After a crash or an aborted step, the updates that were in

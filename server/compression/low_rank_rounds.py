@@ -107,7 +107,7 @@ class LowRankRounds(RunFeature):
         return {"columns": torch.frombuffer(bytearray(self._columns), dtype=torch.uint8)}
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take the columns of the next round; of another rank it begins with random ones."""
+        """Take the columns of the next round; of another rank, or in other bits, it begins anew."""
         if (row.get("rank"), row.get("bits")) != (self._rank, BITS):
             self._begin()
             return

@@ -224,7 +224,7 @@ class Uploads:
     def fail(self, session: DeviceSession, error: HeadwaterError) -> None:
         """Pass an error to the round in place of the session's reply, if one is awaited.
 
-        The reply to a following instruction would not count, so the device is told to drop that.
+        The reply to a following instruction would not count, so the device drops that too.
         """
         self.drop_following(session)
         instruction = session.instruction

@@ -236,13 +236,12 @@ class InProcessGrid(HeadwaterGrid):
 
     def _bytes_to(self, name: str, message: Message) -> int:
         """Return a message's bytes on the wire, where a model may go as a difference."""
-        num_bytes, model = _num_bytes(message.content), None
-        if self._difference_from is not None and message.metadata.message_type == TRAIN:
-            model = records.vector(message.content)
-        if model is None or self._difference_from is None:
+        num_bytes, model = _num_bytes(message.content), records.vector(message.content)
+        difference_from, kind = self._difference_from, message.metadata.message_type
+        if difference_from is None or model is None or kind != TRAIN:
             return num_bytes
         self._image_id = self._image_id or hashlib.sha256(model).hexdigest()
-        sent = self._held.sent_to(name, self._image_id, len(model), self._difference_from)
+        sent = self._held.sent_to(name, self._image_id, len(model), difference_from)
         return num_bytes - len(model) + sent
 
     def _context(self, node_id: int) -> Context:

@@ -125,7 +125,7 @@ def run_in_process(settings: Settings) -> None:
 
 
 def is_whole(row: Mapping[str, Any], num_devices: int) -> bool:
-    """Tell whether all devices were in a round with all that they were asked for."""
+    """Tell whether all devices were in a round with all of their quotas."""
     if masked := row["masked_clients"]:
         asked = sum(client["planned_examples"] for client in masked)
         return len(masked) == num_devices and row["num_examples"] == asked

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.client.compression.error_feedback import SLOTS, ErrorFeedback, ResidualSlots
-from headwater.client.compression.residual_slots import STALE_SECONDS, ResidualFiles
+from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
+from headwater.client.compression.residual_slots import SLOTS, STALE_SECONDS, ResidualFiles
 from headwater.common.compression.low_rank import first_columns
 from headwater.common.compression.terms import CompressionTerms, Matrix, Method
 from headwater.common.errors import StateError

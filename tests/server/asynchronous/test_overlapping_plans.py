@@ -14,7 +14,7 @@ from tests.plans import plan_of
 
 
 class Sent:
-    """What a fleet is asked to wait with, and to drop."""
+    """A fleet that notes whose answers wait, and whose it drops."""
 
     takes_two_plans = True
 

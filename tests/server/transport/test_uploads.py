@@ -186,7 +186,7 @@ def test_a_following_instruction_is_awaited_once_the_reply_before_is_whole() -> 
 
 
 def test_a_following_instruction_is_dropped_with_the_reply_before_it() -> None:
-    """Nothing of it reaches the round, and the device is told of both."""
+    """Nothing of it reaches the round, and the device learns of both."""
     sent, one = SentFrames(), with_following(1)
     uploads = Uploads(StagingMemory(10_000), send=sent.send)
     uploads.reject(one, CorruptUpdate("damaged"))
