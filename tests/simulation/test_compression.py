@@ -154,7 +154,8 @@ def test_masked_rounds_send_the_model_as_a_difference(tmp_path: Path) -> None:
     rows = simulate(tmp_path / "down", **chosen, compression__down="int4")
     saved = [whole.bytes_down - row.bytes_down for whole, row in zip(plain, rows, strict=True)]
     num_values = 9_610
-    assert saved[0] == 0  # the first model goes whole
+    # The first model goes whole; a run's random number is some digits longer in one run's texts.
+    assert abs(saved[0]) < 100
     for each in saved[1:]:  # of four devices; the texts of plans differ by some bytes
         assert each == pytest.approx(
             4 * (4 * num_values - few_bits_bytes("int4", num_values)), 0.01
