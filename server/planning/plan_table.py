@@ -229,8 +229,9 @@ class _Kinds:
         self._assigned, self._drafts, self._figures = assigned, drafts, figures
 
     @cached_property
-    def _keys(self) -> list[tuple[object, ...]]:
-        assigned, drafts, known = self._assigned, self._drafts, self._assigned.known
+    def _table(self) -> Floats:
+        """The figures that enter a plan or its reason, a row a client."""
+        assigned, known = self._assigned, self._assigned.known
         is_memory = assigned.size_bound == SIZE_BOUNDS.index(SizeBound.MEMORY)
         columns = [
             *self._figures.values(),
@@ -241,12 +242,27 @@ class _Kinds:
         ]
         if assigned.accumulation_steps is None:
             columns += [known.vitals.share, known.vitals.is_on_battery]
-        table = np.stack(columns, axis=1, dtype=np.float64)
+        return np.stack(columns, axis=1, dtype=np.float64)
+
+    @property
+    def _words(self) -> tuple[Mapping[str, str], ...]:
+        return self._assigned.exceptions, self._drafts.quota_words, self._drafts.more_words
+
+    @cached_property
+    def _is_one(self) -> bool:
+        """Whether all clients have one plan."""
+        table, terms = self._table, self._drafts.terms
+        if any(self._words) or len(set(map(id, terms))) > 1:
+            return False
+        return bool(np.array_equal(table, np.broadcast_to(table[0], table.shape), equal_nan=True))
+
+    @cached_property
+    def _keys(self) -> list[tuple[object, ...]]:
+        table = self._table
         # A dict compares bytes faster than tuples of numbers.
         rows = table.view(f"S{table.shape[1] * table.itemsize}").ravel().tolist()
-        words = (assigned.exceptions, drafts.quota_words, drafts.more_words)
-        texts = [map(one.get, assigned) for one in words]
-        return list(zip(rows, map(id, drafts.terms), *texts, strict=True))
+        texts = [map(one.get, self._assigned) for one in self._words]
+        return list(zip(rows, map(id, self._drafts.terms), *texts, strict=True))
 
     def shared(self, make: Callable[[int, str], MadeT]) -> Callable[[str], MadeT]:
         """Return a function that makes something of a client's plan, once for each kind.
@@ -260,7 +276,7 @@ class _Kinds:
             row = self._assigned.rows[name]
             if row == 0 and not first:
                 first.append(make(row, name))
-            if row == 0:
+            if row == 0 or (first and self._is_one):
                 return first[0]
             key = self._keys[row]
             if first and key == self._keys[0]:
