@@ -196,6 +196,7 @@ def _of_local(
         "--step-correction": local.step_correction,
         "--local-optimizer": local.optimizer,
         "--local-optimizer-argument": local.arguments or None,
+        "--local-schedule": local.schedule,
     }
     given = [flag for flag, value in own.items() if value is not None]
     if local.steps is not None and local.epochs is not None:
@@ -217,6 +218,12 @@ def _of_local(
             )
         return
     yield from _of_local_examples(local, plan)
+    if local.schedule_arguments and local.schedule is None:
+        yield SettingsError(
+            "--local-schedule-argument is for a schedule of the local learning rate, and there is "
+            "none",
+            remedy="set --local-schedule, or leave out --local-schedule-argument",
+        )
     if plan.follow_noise_scale:
         yield SettingsError(
             "with local steps the model moves between the micro-batches, so that their norms show "
@@ -229,7 +236,8 @@ def _of_local(
             "local steps is none",
             remedy="leave out --batch-scaling or the local steps",
         )
-    given = [flag for flag in given if flag != "--step-correction"]  # it corrects their number
+    # It gets the rate, and their number is corrected.
+    given = [flag for flag in given if flag not in ("--step-correction", "--local-schedule")]
     if algorithm.name is not None and (given or local.algorithm != "exact"):
         first = given[0] if given else "--algorithm"
         yield SettingsError(

@@ -7,14 +7,20 @@ import numpy as np
 from headwater.common.local_training.local_terms import LocalTerms, local_terms
 from headwater.common.local_training.terms import LocalPlan
 from headwater.common.messages import DescribeRequest
+from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import Settings
 from headwater.common.wording import counted
+from headwater.server.local_training.local_rates import LocalRates
 from headwater.server.local_training.local_round import LocalRound, local_round
 from headwater.server.planning.features import DraftPlans, PlanningFeature
 
 
 class LocalPlans(PlanningFeature):
-    """Divides each quota into local steps."""
+    """Divides each quota into local steps, and sets their learning rate."""
+
+    def __init__(self, settings: Settings, layout: ModelLayout) -> None:
+        super().__init__(settings, layout)
+        self._rates = LocalRates(settings.local)
 
     def demand(self) -> LocalRound | None:
         return local_round(self.settings, num_parameters=self.layout.num_parameters)
@@ -25,7 +31,7 @@ class LocalPlans(PlanningFeature):
 
     def write(self, drafts: DraftPlans) -> None:
         local, (how, label) = self.demand(), algorithm_of(self.settings)
-        rate = self.settings.local.rate
+        rate = self._rates.of_round(drafts.round_number)
         numbers = [1] * len(drafts.assigned) if local is None else _divided(drafts, local)
         terms = {
             number: LocalPlan(steps=number, learning_rate=rate, how=how, algorithm=label)

@@ -25,8 +25,9 @@ Weights = Mapping[str, int]
 class DraftPlans:
     """A round's plans that are being written, in columns of the clients that are assigned work."""
 
-    def __init__(self, assigned: Assigned, micro_batch_size: Ints) -> None:
+    def __init__(self, assigned: Assigned, micro_batch_size: Ints, *, round_number: int) -> None:
         self.assigned = assigned
+        self.round_number = round_number
         self.micro_batch_size = micro_batch_size
         self.finish_seconds: Floats = assigned.finish_seconds(micro_batch_size)
         self.quota_words: Mapping[str, str] = {}

@@ -183,7 +183,7 @@ def plans_of(
     }
     planned = assigned.micro_batch_size
     sizes = np.minimum(micro_batch_size(assigned.quota, planned), assigned.quota)
-    drafts = DraftPlans(assigned, sizes)
+    drafts = DraftPlans(assigned, sizes, round_number=round_number)
     for feature in features:
         feature.write(drafts)
     deadline = settings.cohort.deadline_seconds

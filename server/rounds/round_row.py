@@ -110,6 +110,8 @@ class RoundRow:
     num_epoch_examples: int | None = None
     # The slowest client's seconds if the clients' clock is virtual; None where the clock is real.
     virtual_seconds: float | None = None
+    # The rate of the local steps, where it changes from round to round.
+    local_learning_rate: float | None = None
     # The machines that computed the clients, where these are simulated on a cluster.
     num_nodes: int | None = None
     # Of asynchronous rounds: the staleness of the accepted updates, the model of each, the windows

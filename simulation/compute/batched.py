@@ -335,9 +335,17 @@ class BatchedCompute:
         """
         rows, precision = self._rows(columns), columns.clients[0].plan.precision
         if self._steps is not None:
-            start_P = self._devices.trainer.image.values_P
+            from headwater.common.local_training.terms import LocalPlan
+
+            local = columns.clients[0].plan.of(LocalPlan)
+            assert local is not None
             updates = self._steps.train(
-                columns, rows, start_P, precision=precision, at_once=self._at_once
+                columns,
+                rows,
+                self._devices.trainer.image.values_P,
+                rate=local.learning_rate,
+                precision=precision,
+                at_once=self._at_once,
             )
             # torch's sum would make a float64 copy of the whole matrix.
             values = np.add.reduce(updates.values_DP.numpy(), axis=0, dtype=np.float64)

@@ -73,7 +73,7 @@ class StackedSteps:
         rate: float,
         takes_batches: bool,
     ) -> None:
-        """``takes_batches`` is as in ``StackedModel``.
+        """``rate`` is that of the first round, and ``takes_batches`` as in ``StackedModel``.
 
         Raises:
             UnsupportedBatch: the optimizer computes with all of a tensor at once.
@@ -82,7 +82,7 @@ class StackedSteps:
             raise UnsupportedBatch(
                 f"the local optimizer {terms.optimizer} computes with a whole tensor at once"
             )
-        self._terms, self._rate = terms, rate
+        self._terms = terms
         # The proximal term uses every parameter.
         self._must_know_zeros = not terms.proximal and moves_without_gradient(terms, rate=rate)
         self._trainer, self._examples = trainer, examples
@@ -132,19 +132,25 @@ class StackedSteps:
             accumulator.zero()
 
     def train(
-        self, columns: RoundColumns, rows: Rows, start_P: Tensor, *, precision: str, at_once: int
+        self,
+        columns: RoundColumns,
+        rows: Rows,
+        start_P: Tensor,
+        *,
+        rate: float,
+        precision: str,
+        at_once: int,
     ) -> StackedUpdates:
         """Return the updates of devices that start at these parameters and use these rows.
 
-        A pass takes at most ``at_once`` rows, unless one device's micro-batch has more.
+        All take their steps at one ``rate``. A pass takes at most ``at_once`` rows, unless one
+        device's micro-batch has more.
 
         Raises:
             UnsupportedBatch: torch.func cannot run the task on these examples.
         """
         stack = _Stack(columns, rows, start_P, most=at_once)
-        optimizer = StackedOptimizer(
-            self._terms, stack.values_RP, stack.gradients_RP, rate=self._rate
-        )
+        optimizer = StackedOptimizer(self._terms, stack.values_RP, stack.gradients_RP, rate=rate)
         for number in range(int(stack.num_steps.max())):
             num_rows = int(np.count_nonzero(stack.num_steps > number))
             weights_R = torch.zeros(num_rows, 1)
@@ -159,7 +165,7 @@ class StackedSteps:
                 gradients_RP.add_(moved_RP, alpha=self._terms.proximal)
             optimizer.step(num_rows)
             gradients_RP.zero_()
-        return self._updates(stack, columns, start_P)
+        return self._updates(stack, columns, start_P, rate=rate)
 
     def _add(self, stack: _Stack, at: Ints, pieces: Ints, precision: str) -> Floats:
         """Add a piece of the step of each of these rows to its gradients; return their weights."""
@@ -190,11 +196,13 @@ class StackedSteps:
             found |= ~gradients_RP[:, slice(*spans[at])].any(1).numpy()
         return found
 
-    def _updates(self, stack: _Stack, columns: RoundColumns, start_P: Tensor) -> StackedUpdates:
+    def _updates(
+        self, stack: _Stack, columns: RoundColumns, start_P: Tensor, *, rate: float
+    ) -> StackedUpdates:
         sums, counts = stack.sums.joined(), columns.num_examples
         weights = np.add.reduceat(sums.weight, np.cumsum(counts) - counts)
         factors = [
-            (weigh_as or weight) / self._length(number)
+            (weigh_as or weight) / self._length(number, rate=rate)
             for weigh_as, weight, number in zip(
                 columns.weigh_as.tolist(),
                 weights.tolist(),
@@ -211,10 +219,10 @@ class StackedSteps:
             values_DP=values_DP, sums=sums, norms=stack.norms, update_norms=update_norms
         )
 
-    def _length(self, num_steps: int) -> float:
+    def _length(self, num_steps: int, *, rate: float) -> float:
         if not self._terms.is_normalized:
             return 1.0
-        return path_length(self._terms, num_steps, rate=self._rate)
+        return path_length(self._terms, num_steps, rate=rate)
 
 
 class _Stack:
