@@ -24,6 +24,7 @@ from headwater.common.settings.training import (
     MAX_ALGORITHM_CHARACTERS,
     AlgorithmSettings,
     EvaluationSettings,
+    LocalScheduleSettings,
     LocalSettings,
     ModelSettings,
     PlanSettings,
@@ -38,6 +39,7 @@ def check_together(
     *,
     plan: PlanSettings,
     local: LocalSettings,
+    local_schedule: LocalScheduleSettings,
     schedule: ScheduleSettings,
     algorithm: AlgorithmSettings,
     cohort: CohortSettings,
@@ -96,6 +98,7 @@ def check_together(
         *_of_target(plan),
     ]
     found += _of_local(local, plan, schedule, algorithm, secure)
+    found += _of_local_schedule(local_schedule, local)
     if found:
         raise _all_of(found)
 
@@ -196,7 +199,6 @@ def _of_local(
         "--step-correction": local.step_correction,
         "--local-optimizer": local.optimizer,
         "--local-optimizer-argument": local.arguments or None,
-        "--local-schedule": local.schedule,
     }
     given = [flag for flag, value in own.items() if value is not None]
     if local.steps is not None and local.epochs is not None:
@@ -218,12 +220,6 @@ def _of_local(
             )
         return
     yield from _of_local_examples(local, plan)
-    if local.schedule_arguments and local.schedule is None:
-        yield SettingsError(
-            "--local-schedule-argument is for a schedule of the local learning rate, and there is "
-            "none",
-            remedy="set --local-schedule, or leave out --local-schedule-argument",
-        )
     if plan.follow_noise_scale:
         yield SettingsError(
             "with local steps the model moves between the micro-batches, so that their norms show "
@@ -236,8 +232,7 @@ def _of_local(
             "local steps is none",
             remedy="leave out --batch-scaling or the local steps",
         )
-    # It gets the rate, and their number is corrected.
-    given = [flag for flag in given if flag not in ("--step-correction", "--local-schedule")]
+    given = [flag for flag in given if flag != "--step-correction"]  # it corrects their number
     if algorithm.name is not None and (given or local.algorithm != "exact"):
         first = given[0] if given else "--algorithm"
         yield SettingsError(
@@ -251,6 +246,24 @@ def _of_local(
             "an epoch is as long as a device's data, whose size it does not tell under masks",
             remedy="leave out --secure-aggregation or --local-epochs, and set --local-steps: it "
             "wins over the epochs that --algorithm sets",
+        )
+
+
+def _of_local_schedule(
+    schedule: LocalScheduleSettings, local: LocalSettings
+) -> Iterator[SettingsError]:
+    """Yield a schedule of local steps that are none, and arguments of no schedule."""
+    if schedule.name is not None and not local.is_on:
+        yield SettingsError(
+            "--local-schedule is for local steps, and the devices take none",
+            remedy="leave out --local-schedule, or set --algorithm, --local-steps or "
+            "--local-epochs",
+        )
+    if schedule.arguments and schedule.name is None:
+        yield SettingsError(
+            "--local-schedule-argument is for a schedule of the local learning rate, and there is "
+            "none",
+            remedy="set --local-schedule, or leave out --local-schedule-argument",
         )
 
 

@@ -65,6 +65,7 @@ from headwater.common.settings.training import (
     AlgorithmSettings,
     EvaluationSettings,
     FeatureSettings,
+    LocalScheduleSettings,
     LocalSettings,
     ModelSettings,
     OptimizerSettings,
@@ -177,6 +178,7 @@ class Settings(Branch):
     schedule: ScheduleSettings = branch(ScheduleSettings, TRAINING, on=RUNS)
     plan: PlanSettings = branch(PlanSettings, PLAN, on=RUNS)
     local: LocalSettings = branch(LocalSettings, PLAN, on=RUNS)
+    local_schedule: LocalScheduleSettings = branch(LocalScheduleSettings, PLAN, on=RUNS)
     algorithm: AlgorithmSettings = branch(AlgorithmSettings, PLAN, on=ALL)
     feature: FeatureSettings = branch(FeatureSettings, PLAN, on=ALL)
     cohort: CohortSettings = branch(CohortSettings, RUN, on=RUNS)
@@ -203,6 +205,7 @@ class Settings(Branch):
         check_together(
             plan=self.plan,
             local=self.local,
+            local_schedule=self.local_schedule,
             schedule=self.schedule,
             algorithm=self.algorithm,
             cohort=self.cohort,

@@ -195,15 +195,6 @@ class LocalSettings(Branch):
         "set: 0.1 for sgd, 0.001 for others",
         "--local-learning-rate",
     )
-    schedule: Name | None = setting(
-        None,
-        "class of torch.optim.lr_scheduler by which the local learning rate changes from round to "
-        "round, e.g. CosineAnnealingLR",
-        "--local-schedule",
-    )
-    schedule_arguments: dict[str, Scalar | list[int]] = setting(
-        {}, "an argument of the local schedule, e.g. T_max=100", "--local-schedule-argument"
-    )
     proximal: Annotated[float, Field(ge=0, le=1e6), Unit("MU")] | None = setting(
         None,
         "mu: pull the local steps towards the server's model, as FedProx does; not set: 0, 0.1 "
@@ -275,6 +266,19 @@ class LocalSettings(Branch):
         if plan.accumulation_steps is not None:
             return plan.set_quota
         return self.batch_size or LOCAL_BATCH_SIZE
+
+
+class LocalScheduleSettings(Branch):
+    """How the learning rate of local steps changes from round to round."""
+
+    name: Name | None = setting(
+        None,
+        "class of torch.optim.lr_scheduler for the local learning rate, e.g. CosineAnnealingLR",
+        "--local-schedule",
+    )
+    arguments: dict[str, Scalar | list[int]] = setting(
+        {}, "an argument of the local schedule, e.g. T_max=100", "--local-schedule-argument"
+    )
 
 
 MAX_ALGORITHM_CHARACTERS = 1024  # of a client algorithm's name and arguments, in a plan

@@ -33,7 +33,7 @@ class CorrectedRounds(RunFeature):
         if algorithm is None:
             terms = local_terms(local, run.settings.plan)
             local_optimizer(terms, run.image.trainable(), rate=local.rate)
-        self._run, self._rates = run, LocalRates(local)
+        self._run, self._rates = run, LocalRates(local, run.settings.local_schedule)
 
     def check(self) -> None:
         """Check the rates of all rounds, if their number is set.

@@ -20,7 +20,7 @@ class LocalPlans(PlanningFeature):
 
     def __init__(self, settings: Settings, layout: ModelLayout) -> None:
         super().__init__(settings, layout)
-        self._rates = LocalRates(settings.local)
+        self._rates = LocalRates(settings.local, settings.local_schedule)
 
     def demand(self) -> LocalRound | None:
         return local_round(self.settings, num_parameters=self.layout.num_parameters)

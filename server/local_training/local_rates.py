@@ -7,22 +7,26 @@ import math
 import torch
 
 from headwater.common.errors import SettingsError
-from headwater.common.settings.training import LocalSettings, ScheduleSettings
+from headwater.common.settings.training import (
+    LocalScheduleSettings,
+    LocalSettings,
+    ScheduleSettings,
+)
 from headwater.server.aggregation.optimizer_settings import new_scheduler
 
 
 class LocalRates:
     """A rate for each round, which follows from its number: a repeated round has the same."""
 
-    def __init__(self, local: LocalSettings) -> None:
+    def __init__(self, local: LocalSettings, schedule: LocalScheduleSettings) -> None:
         """Make the schedule.
 
         Raises:
             SettingsError: there is none of this name, or its arguments are wrong.
         """
-        self._name = local.schedule
+        self._name = schedule.name
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=local.rate)
-        chosen = ScheduleSettings(name=local.schedule, arguments=local.schedule_arguments)
+        chosen = ScheduleSettings(name=schedule.name, arguments=schedule.arguments)
         self._schedule = new_scheduler(self._optimizer, chosen)
         self._rates: list[float] = [self._rate]
         """Those of the first rounds."""

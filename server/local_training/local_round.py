@@ -101,7 +101,8 @@ def described_local(chosen: Settings) -> str:
         amount = f"{counted(local.num_epochs, 'epoch')} in {steps}"
     else:
         amount = f"{local.num_steps:,} {steps} on each device"
-    by = "" if local.schedule is None else f" by {local.schedule}"
+    name = chosen.local_schedule.name
+    by = "" if name is None else f" by {name}"
     own = f"local {local.kind} at {local.rate:g}{by}"
     pull = f", proximal {local.mu:g}" if local.mu else ""
     corrected = ", normalized" if local_terms(local, plan).is_normalized else ""

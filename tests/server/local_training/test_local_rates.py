@@ -14,15 +14,15 @@ from headwater.common.data.batches import batch_of
 from headwater.common.errors import SettingsError
 from headwater.common.model.parameters import build_model
 from headwater.common.settings.sources import load
-from headwater.common.settings.training import LocalSettings
+from headwater.common.settings.training import LocalScheduleSettings, LocalSettings
 from headwater.common.task import load_task
 from headwater.server.local_training.local_rates import LocalRates
 from headwater.simulation.run import run_engine
 
 ROUNDS, RATE = 4, 0.3
 COSINE: dict[str, Any] = {
-    "local.schedule": "CosineAnnealingLR",
-    "local.schedule_arguments": {"T_max": ROUNDS},
+    "local_schedule.name": "CosineAnnealingLR",
+    "local_schedule.arguments": {"T_max": ROUNDS},
 }
 CHOSEN: dict[str, Any] = {
     "task": "examples/digits.py:Digits",
@@ -66,10 +66,8 @@ def test_a_round_s_rate_is_torch_s_whatever_round_is_asked_first(
         optimizer.step()
         if len(expected) < 8:
             schedule.step()
-    local = LocalSettings(
-        algorithm="fedavg", learning_rate=RATE, schedule=name, schedule_arguments=arguments
-    )
-    rates = LocalRates(local)
+    local = LocalSettings(algorithm="fedavg", learning_rate=RATE)
+    rates = LocalRates(local, LocalScheduleSettings(name=name, arguments=arguments))
     assert [rates.of_round(number) for number in (8, 1, 3)] == [
         expected[number - 1] for number in (8, 1, 3)
     ]
@@ -103,8 +101,8 @@ def test_one_device_trains_as_a_plain_loop_with_the_schedule_does(tmp_path: Path
         simulation__clients=1,
         cohort__min_clients=1,
         local__batch_size=len(examples),
-        local__schedule=None,
-        local__schedule_arguments={},
+        local_schedule__name=None,
+        local_schedule__arguments={},
     )
     assert difference(constant, expected) > 1e-3
 
@@ -135,14 +133,14 @@ def test_a_resumed_run_goes_on_with_the_next_round_s_rate(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"local__schedule_arguments": {"T_max": 2}}, "gives round 3 the rate 0"),
-        ({"local__schedule_arguments": {}}, "T_max"),
-        ({"local__schedule": "Cosine"}, "has no 'Cosine'"),
+        ({"local_schedule__arguments": {"T_max": 2}}, "gives round 3 the rate 0"),
+        ({"local_schedule__arguments": {}}, "T_max"),
+        ({"local_schedule__name": "Cosine"}, "has no 'Cosine'"),
         (
-            {"local__schedule": "StepLR", "local__schedule_arguments": {"step_size": 0}},
+            {"local_schedule__name": "StepLR", "local_schedule__arguments": {"step_size": 0}},
             "no rate for round 2",
         ),
-        ({"local__schedule": None}, "is for a schedule of the local learning rate"),
+        ({"local_schedule__name": None}, "is for a schedule of the local learning rate"),
     ],
 )
 def test_what_is_no_schedule_for_all_rounds_is_refused_before_the_first(
