@@ -42,7 +42,7 @@ SEEDS = (0, 1, 2)
 @cache
 def texts() -> list[bytes]:
     """Return six texts of different kinds, of equal length."""
-    library, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+    library, packages = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parents[1]
     kinds = (
         (library, "*.py"),
         (library / "pydoc_data", "topics.py"),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,17 +42,6 @@ log = logging.getLogger(__name__)
 # The learning rate is no factor of these optimizers' steps: Rprop uses it in the first step only,
 # ASGD in the next one, and Adafactor as an upper bound.
 RATE_IS_NO_FACTOR = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor)
-
-
-def rate_factor(scaling: Literal["none", "linear", "sqrt"], batch_ratio: float) -> float:
-    """Return the factor of the learning rate for a batch of ``batch_ratio`` times its reference.
-
-    Linear: Goyal et al. 2017, for SGD while the batch is below the noise scale. Square root:
-    Malladi et al. 2022, for Adam and its kin, whose steps do not grow with the gradient.
-    """
-    if scaling == "none":
-        return 1.0
-    return batch_ratio if scaling == "linear" else math.sqrt(batch_ratio)
 
 
 class ServerOptimizer:

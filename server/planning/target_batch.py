@@ -134,12 +134,6 @@ class Target:
         """Return each quota's micro-batch size: as planned, or one that shows the noise."""
         return evened(quota, planned) if self.by == "noise scale" else planned
 
-    def ratio(self, totals: BatchTotals) -> float:
-        """Return a round's batch over the batch that is set, in tokens if these are set."""
-        if self._plan.tokens_per_update is not None:
-            return totals.summed_weight / self._plan.tokens_per_update
-        return totals.num_examples / self._plan.effective_batch_size
-
     def commit(self, totals: BatchTotals, noise: RoundNoise | None) -> None:
         """Update the state after a committed round."""
         current = self.num_examples

@@ -204,6 +204,10 @@ class RunFeature(PlanningMoments):
 
 # By name: whether the settings turn it on, and its class. In the order in which they act.
 FEATURES: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "batch_scaling": (
+        lambda settings: settings.schedule.batch_scaling != "none",
+        "headwater.server.batch_scaling.scaled_rates:ScaledRates",
+    ),
     "compression": (
         lambda settings: settings.compression.down != "off",
         "headwater.server.compression.compressed_rounds:CompressedRounds",

@@ -31,7 +31,7 @@ from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.quorum import check_quorum
 from headwater.server.aggregation.round_reports import ReportColumns, RoundSum, plain_sum
-from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
+from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from headwater.server.fleet import BranchOrder, Fleet, UpdateRules
 from headwater.server.planning.cohort import PopulationOrder, population_order
 from headwater.server.planning.features import demand_in, planning_features
@@ -433,11 +433,9 @@ class Training:
             penalised = add_penalty(self.task, self.image, done.mean_P)
         rate = 0.0
         if has_step:
-            factors = [feature.rate_factor(done) for feature in self.features.values()]
-            scaled = rate_factor(self.settings.schedule.batch_scaling, self.target.ratio(totals))
             rate = self.optimizer.step(
                 done.mean_P,
-                math.prod(factors, start=scaled),
+                math.prod(feature.rate_factor(done) for feature in self.features.values()),
                 unused=[at for at in done.unused if at not in penalised],
             )
         if not all_finite(self.image.values_P):

@@ -176,13 +176,14 @@ class Namespace:
 
 @contextlib.contextmanager
 def namespace(
-    bits_per_second: int, *, down_bits_per_second: int | None = None
+    bits_per_second: int, *, down_bits_per_second: int | None = None, at: int = 0
 ) -> Iterator[Namespace]:
     """Make a namespace behind a link that lets so much through each way (tc-tbf(8)).
 
-    ``down_bits_per_second`` is the rate of the way into it, if that is another.
+    ``down_bits_per_second`` is the rate of the way into it, if that is another, and ``at`` tells
+    those of one process apart.
     """
-    number = os.getpid() % 60_000
+    number = (os.getpid() + at) % 60_000
     name, outer, inner = f"chaos-{number}", f"cho{number}", f"chi{number}"
     net = f"10.{200 + number % 50}.{number // 256}"
     _ip("netns", "add", name)

@@ -20,6 +20,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "local_state": ("common/local_state/", "client/local_state/", "server/local_state/"),
     "robust": ("server/robust/",),
+    "batch_scaling": ("server/batch_scaling/",),
     "frozen": ("common/frozen/", "client/frozen/"),
     "own_parameters": (
         *("common/own_parameters/", "client/own_parameters/", "server/own_parameters/"),

@@ -42,6 +42,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "frozen": (),
     "compression": ("--compress", "int8"),
     "local_training": ("--local-steps", "2"),
+    "batch_scaling": ("--batch-scaling", "sqrt"),
     "local_state": ("--algorithm", "scaffold"),
     "own_parameters": ("--local-parameters", "*.bias"),
     "own_feature": ("--feature", "examples/extensions/scaffold.py:Scaffold"),

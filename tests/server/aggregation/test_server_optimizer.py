@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from headwater.common.errors import CheckpointCorrupt, SettingsError
 from headwater.common.model.parameters import ModelImage, build_model
 from headwater.common.settings import schema as settings
 from headwater.common.user_code.run_scope import run_scope
-from headwater.server.aggregation.server_optimizer import ServerOptimizer, rate_factor
+from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from tests.tasks import TwoLayers
 
 SGD: dict[str, Any] = {"name": "sgd"}
@@ -321,22 +321,6 @@ def test_a_checkpoint_behind_a_scaled_step_holds_the_schedule_s_own_rate() -> No
     optimizer.step(gradients(image, 1)[0], 5.0)
     _, rest = optimizer.state()
     assert json.loads(rest)["groups"][0]["lr"] == optimizer.learning_rate < 0.05
-
-
-@pytest.mark.parametrize(
-    ("scaling", "ratio", "expected"),
-    [
-        ("none", 4.0, 1.0),
-        ("linear", 4.0, 4.0),
-        ("sqrt", 4.0, 2.0),
-        ("linear", 0.25, 0.25),
-        ("sqrt", 0.25, 0.5),
-    ],
-)
-def test_the_factor_is_the_batch_s_ratio_or_its_square_root(
-    scaling: Literal["none", "linear", "sqrt"], ratio: float, expected: float
-) -> None:
-    assert rate_factor(scaling, ratio) == expected
 
 
 @pytest.mark.parametrize("name", ["rprop", "asgd", "adafactor"])

@@ -154,13 +154,6 @@ def test_only_a_followed_noise_scale_changes_the_cut() -> None:
     assert followed.micro_batch_size(quotas, planned).tolist() == [4, 9]
 
 
-def test_the_ratio_that_scales_the_rate_is_in_the_unit_that_was_set() -> None:
-    summed = BatchTotals(num_examples=30, summed_weight=900, sent_weight=7)
-    assert target(effective_batch_size=60).ratio(summed) == 0.5
-    assert target(tokens_per_update=450).ratio(summed) == 2.0
-    assert target(accumulation_steps=2, effective_batch_size=10).ratio(summed) == 3.0
-
-
 def test_a_restored_state_gives_the_targets_of_an_unbroken_run() -> None:
     one = target(follow_noise_scale=True, effective_batch_size=100, most=9)
     for round_number in range(5):

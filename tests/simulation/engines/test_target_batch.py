@@ -215,6 +215,22 @@ def test_the_learning_rate_scales_with_the_summed_weight_and_not_with_the_target
         assert row.learning_rate == pytest.approx(expected, rel=8 * 2.0**-52)
 
 
+def test_where_tokens_are_set_the_learning_rate_scales_with_the_tokens() -> None:
+    rows = rows_of(
+        chosen(
+            RAGGED,
+            2,
+            plan={"tokens_per_update": 200},
+            schedule={"batch_scaling": "linear"},
+            optimizer={"name": "sgd", "learning_rate": 0.1},
+        )
+    )
+    assert [row.learning_rate for row in rows] == pytest.approx(
+        [0.1 * row.weight / 200 for row in rows]
+    )
+    assert rows[0].weight != rows[0].num_examples
+
+
 def test_with_k_set_rows_contain_the_noise_and_no_target() -> None:
     (row,) = rows_of(
         chosen(

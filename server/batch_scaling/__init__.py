@@ -1,0 +1,1 @@
+"""The learning rate follows the batch: by the examples that a round gathered."""
