@@ -88,7 +88,7 @@ FEATURES: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         "headwater.client.offline.offline_node:OfflineNode",
     ),
 }
-TIME_SHARE = "headwater.client.energy.throttle:time_share"
+TIME_SHARE = "headwater.client.energy.time_share:time_share"
 
 
 def node_features(node: DeviceNode) -> Iterator[NodeFeature]:

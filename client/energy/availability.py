@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from headwater.client.device.owner_limits import AwayPeriod, OwnerLimits
 from headwater.client.energy.byte_quota import ByteQuota
-from headwater.client.energy.throttle import is_active
+from headwater.client.energy.time_share import is_active
 from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.model.layout import ModelLayout
 from headwater.common.settings.schema import ClientSettings

@@ -33,7 +33,7 @@ from headwater.client.energy.availability import (
     hours_change,
     utc_now,
 )
-from headwater.client.energy.throttle import is_active
+from headwater.client.energy.time_share import is_active
 from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.memory.process_limits import ROOT, MemoryLimit
 from headwater.client.operations.connectivity import check_connection

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from headwater.client.device.interfaces import Hardware, Speed, SpeedProbe, TimeShare
-from headwater.client.energy.throttle import time_share
+from headwater.client.energy.time_share import time_share
 from headwater.client.memory.peak_model import WORKING_FACTOR
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.run_trainer import run_trainer

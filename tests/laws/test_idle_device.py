@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PLAIN_DEVICE = """
 import json, sys
 import headwater.client.app, headwater.client.cli
-import headwater.client.device.hardware, headwater.client.energy.throttle
+import headwater.client.device.hardware, headwater.client.energy.time_share
 import headwater.client.enrolment.signing_identity, headwater.client.flower.node
 import headwater.client.memory.process_limits, headwater.client.trainer.trainer
 import headwater.client.transport.lasting_connection

@@ -17,7 +17,7 @@ from headwater.client.energy.availability import (
     ROUND_SLACK_BYTES,
     Availability,
 )
-from headwater.client.energy.throttle import is_active
+from headwater.client.energy.time_share import is_active
 from headwater.common.errors import BytesUsedUp, OutsideActiveHours, SettingsError
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.settings.sources import load

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.client.device.interfaces import TimeShare
-from headwater.client.energy.throttle import time_share
+from headwater.client.energy.time_share import time_share
 from headwater.common.messages import Vitals
 from headwater.common.settings.schema import ClientSettings
 
