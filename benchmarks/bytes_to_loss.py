@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 CONTEXT, WIDTH, NUM_LAYERS, VOCABULARY = 64, 64, 3, 256
 TEXT_BYTES, TEST_EXAMPLES = 400_000, 100
 LOCAL_STEPS, BATCH_SIZE = 2400, 8
-RATE = 4e-3  # at first; it falls as a cosine
+RATE = 8e-3  # at first; it falls as a cosine
 SEEDS = (0, 1, 2)
 
 

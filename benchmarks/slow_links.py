@@ -31,7 +31,7 @@ from uuid import uuid4
 
 import psutil
 
-from benchmarks.bytes_to_loss import LOCAL_STEPS, Texts
+from benchmarks.bytes_to_loss import RATE, Texts
 from benchmarks.measure import Figures, argument_parser, report
 from tests import fork_server
 from tests.chaos.machines import Namespace, namespace
@@ -39,7 +39,7 @@ from tests.processes import Processes, free_port, rows, until
 from tests.venvs import ROOT, make_venv
 
 UP_BITS, DOWN_BITS = 5_000_000, 50_000_000
-NUM_DEVICES, BATCH_SIZE, RATE = 4, 8, 4e-3
+NUM_DEVICES, BATCH_SIZE, LOCAL_STEPS = 4, 8, 1200
 TEST_EVERY = 5  # of the test's examples: its time is no device's
 FLOAT32, FLOWER = "float32_h30", "flower_h30"
 # H, and how numbers are sent both ways.
