@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from headwater.common.errors import SettingsError
 from headwater.common.user_code.named_objects import check_arguments
 
+# Arguments of schedules that have no default; a step is a round.
+EXAMPLES = {"T_max": "100 (the rounds)", "step_size": "30 (rounds)", "gamma": "0.95"}
 NOT_ON_SUMS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -44,9 +47,20 @@ def instance_of(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> An
     """Return an object of a torch class, made of its first argument and these by name.
 
     Raises:
-        SettingsError: the class has no such argument, or raises.
+        SettingsError: the class has no such argument, needs another one, or raises.
     """
     check_arguments(kind, arguments, what=kind.__name__, num_own=1)
+    needed = [
+        name
+        for name, one in list(inspect.signature(kind).parameters.items())[1:]
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    if missing := [name for name in needed if name not in arguments]:
+        examples = ", ".join(f"{name}={EXAMPLES.get(name, '...')}" for name in missing)
+        raise SettingsError(
+            f"{kind.__name__} needs {', '.join(missing)}",
+            remedy=f"set the argument, as {examples}",
+        )
     try:
         return kind(first, **arguments)
     except Exception as error:

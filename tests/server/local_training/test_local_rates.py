@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_with_the_next_round_s_rate(tmp_path: Path) -> Non
     ("changes", "why"),
     [
         ({"local_schedule__arguments": {"T_max": 2}}, "gives round 3 the rate 0"),
-        ({"local_schedule__arguments": {}}, "T_max"),
+        ({"local_schedule__arguments": {}}, "CosineAnnealingLR needs T_max"),
         ({"local_schedule__name": "Cosine"}, "has no 'Cosine'"),
         (
             {"local_schedule__name": "StepLR", "local_schedule__arguments": {"step_size": 0}},
