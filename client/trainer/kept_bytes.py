@@ -23,7 +23,7 @@ from headwater.common.data.batches import batch_of
 from headwater.common.data.example_lengths import LengthCost
 from headwater.common.errors import HeadwaterError
 from headwater.common.task import loss_sum
-from headwater.common.user_code.failures import described
+from headwater.common.user_code.failures import described, is_allocation_failure
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
 
     The model's own parameters do not count, nor do tensors without a storage (``address_of``). A
     task whose loss takes gradients with ``torch.func`` allows no hooks: its graph is walked.
+
+    Raises:
+        MemoryError: an allocation failed.
     """
     image = context.image
     blocks = (image.bytes_U8, image.frozen_U8, image.local_L)
@@ -60,6 +63,8 @@ def kept_bytes(context: TrainingContext, positions: Sequence[int]) -> int:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss_of(context, positions)
     except RuntimeError as error:
+        if is_allocation_failure(error):
+            raise MemoryError(str(error)) from error
         if not refuses_hooks(error):
             raise
         storages.clear()

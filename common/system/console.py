@@ -19,12 +19,19 @@ from rich.text import Text
 from headwater.common.errors import (
     FeatureMissing,
     HeadwaterError,
+    OutOfMemory,
     StateError,
     TaskFailed,
     system_remedy,
 )
 from headwater.common.system.printable import printable, printable_lines
-from headwater.common.user_code.failures import described, is_users, own_traceback, user_frames
+from headwater.common.user_code.failures import (
+    described,
+    is_allocation_failure,
+    is_users,
+    own_traceback,
+    user_frames,
+)
 
 if TYPE_CHECKING:
     from headwater.common.system.json_logs import Format
@@ -73,8 +80,11 @@ def show_fault(error: Exception) -> int:
     """Print an exception that no error of ours names, and return the exit status.
 
     If the user's own code raised it, only the user's lines are shown. What the system refuses, such
-    as a full disk, is an error with its remedy; else the traceback within this project is shown.
+    as memory or a full disk, is an error with its remedy; else the traceback within this project is
+    shown.
     """
+    if is_allocation_failure(error):
+        return show_error(OutOfMemory(described(error)))
     if any(is_users(frame.filename) for frame in user_frames(error)):
         return show_error(TaskFailed(f"the task failed: {described(error)}"))
     if isinstance(error, OSError) and system_remedy(str(error)) is not None:

@@ -218,6 +218,7 @@ def test_compressed_updates_are_sent_in_the_overlap_and_keep_their_residuals(
             process.succeed()
     found = rows(tmp_path / "out")
     assert [row["staleness_max"] for row in found] == [0, 1, 1, 1, 1, 1]
-    assert all(device.text().count(BEGINS) >= 4 for device in devices)
+    # Where an update is sent before the next plan arrives, as on a busy machine, it has no need to.
+    assert all(device.text().count(BEGINS) >= 2 for device in devices)
     # The last counted one, and those of the two rounds that were pending at the end.
     assert len([*(tmp_path / "state").glob("0-*.residual-?")]) == 3

@@ -8,15 +8,17 @@ import logging
 import os
 
 import pytest
+import torch
 from rich.console import Console
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import OutOfMemory, SettingsError
 from headwater.common.system import console as consoles
 from headwater.common.system.console import (
     PrintableFormatter,
     print_text,
     print_titled,
     show_error,
+    show_fault,
 )
 from tests.commands import python
 
@@ -94,3 +96,14 @@ def test_titled_texts_wrap_in_a_terminal_only(
 def test_a_width_of_0_is_an_unknown_one() -> None:
     code = "from headwater.common.system.console import console; console.print('hello')"
     assert python("-c", code, env={**os.environ, "COLUMNS": "0"}).stdout == "hello\n"
+
+
+def test_memory_that_is_missing_in_a_task_s_code_is_no_fault_of_the_task(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert show_fault(caught.value) == OutOfMemory.exit_status
+    said = capsys.readouterr().err
+    assert "OutOfMemory" in said
+    assert "give the device more memory" in said
