@@ -232,6 +232,8 @@ class Flower:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 if process.environ().get("MARK") == self._mark:
                     process.send_signal(signal.SIGKILL)
+        for started in self._started:
+            started.wait()
 
     def start_link(self) -> None:
         programs = self._programs("link", None)
