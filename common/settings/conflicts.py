@@ -1,12 +1,13 @@
 """Refuses settings that cannot work together, as soon as they are read.
 
-Each conflict names two settings and the one to leave out. A run with such settings never begins:
-neither the task nor the data has been opened.
+A conflict is a row: what is wrong, a bar and what to do about it, beside when it is so. The rows
+stand by feature. A run with such settings never begins: neither the task nor the data was opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from typing import Protocol
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import split_criterion
@@ -35,693 +36,492 @@ DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
 DEFAULT_ASYNCHRONOUS = AsynchronousSettings()
 
 
-def check_together(
-    *,
-    plan: PlanSettings,
-    local: LocalSettings,
-    local_schedule: LocalScheduleSettings,
-    schedule: ScheduleSettings,
-    algorithm: AlgorithmSettings,
-    cohort: CohortSettings,
-    aggregation: AggregationSettings,
-    compression: CompressionSettings,
-    asynchronous: AsynchronousSettings,
-    secure: SecureSettings,
-    privacy: PrivacySettings,
-    model: ModelSettings,
-    evaluation: EvaluationSettings,
-    simulation: SimulationSettings,
-) -> None:
-    """Check the settings that depend on each other.
+class _Settings(Protocol):
+    """The settings that the rows look at; the whole tree stands above this module."""
+
+    @property
+    def plan(self) -> PlanSettings: ...
+
+    @property
+    def local(self) -> LocalSettings: ...
+
+    @property
+    def local_schedule(self) -> LocalScheduleSettings: ...
+
+    @property
+    def schedule(self) -> ScheduleSettings: ...
+
+    @property
+    def algorithm(self) -> AlgorithmSettings: ...
+
+    @property
+    def cohort(self) -> CohortSettings: ...
+
+    @property
+    def aggregation(self) -> AggregationSettings: ...
+
+    @property
+    def compression(self) -> CompressionSettings: ...
+
+    @property
+    def asynchronous(self) -> AsynchronousSettings: ...
+
+    @property
+    def secure(self) -> SecureSettings: ...
+
+    @property
+    def privacy(self) -> PrivacySettings: ...
+
+    @property
+    def model(self) -> ModelSettings: ...
+
+    @property
+    def evaluation(self) -> EvaluationSettings: ...
+
+    @property
+    def simulation(self) -> SimulationSettings: ...
+
+    @property
+    def num_rounds(self) -> int | None: ...
+
+
+def check_together(s: _Settings) -> None:
+    """Check the settings that depend on each other; all conflicts are told at once.
 
     Raises:
-        SettingsError: two of them exclude each other.
+        SettingsError: some exclude each other.
     """
-    found: list[SettingsError] = []
-    if privacy.is_on:
-        found += _of_privacy(
-            privacy, plan, local, algorithm, model, cohort, aggregation, secure, evaluation
-        )
-    elif privacy.unit == "example" and privacy.budget is None:
-        found.append(
-            SettingsError(
-                "--privacy-unit example says what an epsilon is for, and none is set",
-                remedy="leave out --privacy-unit, or add --privacy-epsilon; on a device, "
-                "--privacy-budget",
-            )
-        )
-    if secure.aggregation != "off":
-        found += _of_masks(secure, plan, local, aggregation, evaluation, simulation)
-        found += _of_small_ring(secure, plan, cohort)
-    if secure.aggregation == "active" and model.local_parameters is not None:
-        found.append(
-            SettingsError(
-                "with --local-parameters what a device keeps enters its updates, and devices "
-                "refuse that under active masks: a server that lies can have one outweigh the rest",
-                remedy="use --secure-aggregation semi-honest, or leave out --local-parameters",
-            )
-        )
-    if compression.up != "off":
-        found += _of_compression(compression, plan, aggregation, secure, privacy, asynchronous)
-    found += _of_asynchronous(
-        *(asynchronous, plan, cohort, aggregation, compression, secure, privacy),
-        *(evaluation, simulation),
-    )
-    if asynchronous.overlap:
-        found += _of_overlap(asynchronous, cohort, local, model, secure)
-    found += _of_workers(simulation, secure)
-    if simulation.aggregators > 1:
-        found += _of_tree(simulation, secure, aggregation, asynchronous)
-    found += [
-        *_of_algorithm(algorithm, plan),
-        *_of_rule(aggregation, plan, local),
-        *_of_target(plan),
-    ]
-    found += _of_local(local, plan, schedule, algorithm, secure)
-    found += _of_local_schedule(local_schedule, local)
+    rows = {
+        **(_of_privacy(s) if s.privacy.is_on else _of_no_privacy(s)),
+        **(_of_masks(s) if s.secure.aggregation != "off" else {}),
+        **(_of_compression(s) if s.compression.up != "off" else {}),
+        **(_of_asynchronous(s) if s.asynchronous.is_on else _of_synchronous(s)),
+        **(_of_overlap(s) if s.asynchronous.overlap else {}),
+        **(_of_tree(s) if s.simulation.aggregators > 1 else {}),
+        **(_of_noise_scale(s) if s.plan.follow_noise_scale else {}),
+        **(_of_local_steps(s) if s.local.is_on else _of_no_local_steps(s)),
+        **_of_others(s),
+    }
+    found = [text.split(" | ") for text, is_met in rows.items() if is_met]
     if found:
-        raise _all_of(found)
-
-
-def _all_of(found: list[SettingsError]) -> SettingsError:
-    """Return one error with all conflicts and their remedies, so that one more run is enough."""
-    if len(found) == 1:
-        return found[0]
-    return SettingsError(
-        "; ".join(error.message for error in found),
-        remedy="; ".join(dict.fromkeys(error.remedy for error in found)),
-    )
-
-
-def check_endless(schedule: ScheduleSettings, privacy: PrivacySettings) -> None:
-    """Check the settings of a run of ``--rounds forever``: none of them may need a last round.
-
-    Raises:
-        SettingsError: one of them does.
-    """
-    if privacy.epsilon is not None:
         raise SettingsError(
-            "--privacy-epsilon is divided among all rounds, and --rounds forever has no number of "
-            "them",
-            remedy="set --rounds N; or --privacy-noise-multiplier, whose epsilon grows with the "
-            "rounds and is shown after each",
-        )
-    if schedule.name == "OneCycleLR":
-        raise SettingsError(
-            "OneCycleLR has a last step, and --rounds forever has no last round",
-            remedy="set --rounds N, or choose a --schedule without an end",
+            "; ".join(why for why, _ in found),
+            remedy="; ".join(dict.fromkeys(remedy for _, remedy in found)),
         )
 
 
-def check_end(schedule: ScheduleSettings, num_rounds: int) -> None:
-    """Check that a schedule with a last step, OneCycleLR, lasts for all rounds.
-
-    Raises:
-        SettingsError: it does not.
-    """
-    total = schedule.arguments.get("total_steps")
-    if schedule.name != "OneCycleLR" or not isinstance(total, int):
-        return  # it is tried out when the server makes it
-    if total + schedule.warmup_rounds < num_rounds:
-        raise SettingsError(
-            f"OneCycleLR takes {total} steps, and the run has {num_rounds} rounds of one each",
-            remedy=f"set --schedule-argument total_steps={num_rounds - schedule.warmup_rounds}",
-        )
-
-
-def _of_target(plan: PlanSettings) -> Iterator[SettingsError]:
-    """Yield what is wrong with the target of a round: there is one, and K leaves none.
-
-    The number of examples counts as set if it is not the default, because a run's own settings.toml
-    names every setting.
-    """
-    is_k_set = plan.accumulation_steps is not None
-    has_examples = plan.effective_batch_size != DEFAULT_EXAMPLES
-    if plan.tokens_per_update is not None:
-        if plan.follow_noise_scale or has_examples:
-            other = "--follow-noise-scale" if plan.follow_noise_scale else "--effective-batch-size"
-            yield SettingsError(
-                f"both --tokens-per-update and {other} set the target of a round",
-                remedy=f"leave out --tokens-per-update or {other}",
-            )
-        if is_k_set:
-            yield SettingsError(
-                "--accumulation-steps sets the work of each client, so that no number of tokens "
-                "can be divided among them",
-                remedy="leave out --accumulation-steps or --tokens-per-update",
-            )
-    if not plan.follow_noise_scale:
-        return
-    if is_k_set:
-        yield SettingsError(
-            "--accumulation-steps sets the work of each client, so that the batch cannot follow "
-            "the noise scale",
-            remedy="leave out --accumulation-steps or --follow-noise-scale",
-        )
-    if plan.effective_batch_size > plan.max_effective_batch_size:
-        yield SettingsError(
-            f"the target starts at --effective-batch-size {plan.effective_batch_size}, "
-            f"which is above --max-effective-batch-size {plan.max_effective_batch_size}",
-            remedy="raise --max-effective-batch-size",
-        )
-
-
-def _of_local(
-    local: LocalSettings,
-    plan: PlanSettings,
-    schedule: ScheduleSettings,
-    algorithm: AlgorithmSettings,
-    secure: SecureSettings,
-) -> Iterator[SettingsError]:
-    """Yield what does not go with local steps, or with the way in which their number is set."""
-    own = {
-        "--proximal": local.proximal,
-        "--step-correction": local.step_correction,
-        "--local-optimizer": local.optimizer,
-        "--local-optimizer-argument": local.arguments or None,
-    }
-    given = [flag for flag, value in own.items() if value is not None]
-    if local.steps is not None and local.epochs is not None:
-        yield SettingsError(
-            "both --local-steps and --local-epochs set the local steps of a round",
-            remedy="leave out --local-steps or --local-epochs",
-        )
-    if not local.is_on:
-        given += [] if local.batch_size is None else ["--local-batch-size"]
-        if given:
-            yield SettingsError(
-                f"{given[0]} is for local steps, and the devices take none",
-                remedy=f"leave out {given[0]}, or set --algorithm, --local-steps or --local-epochs",
-            )
-        if local.keeps_state:
-            yield SettingsError(
-                f"--algorithm {local.algorithm} is for local steps, and --local-steps 1 is none",
-                remedy="leave out --algorithm or --local-steps",
-            )
-        return
-    yield from _of_local_examples(local, plan)
-    if plan.follow_noise_scale:
-        yield SettingsError(
-            "with local steps the model moves between the micro-batches, so that their norms show "
-            "no noise scale",
-            remedy="leave out --follow-noise-scale or the local steps",
-        )
-    if schedule.batch_scaling != "none":
-        yield SettingsError(
-            "--batch-scaling scales the rate by the examples of one gradient, and an update of "
-            "local steps is none",
-            remedy="leave out --batch-scaling or the local steps",
-        )
-    given = [flag for flag in given if flag != "--step-correction"]  # it corrects their number
-    if algorithm.name is not None and (given or local.algorithm != "exact"):
-        first = given[0] if given else "--algorithm"
-        yield SettingsError(
-            f"the client algorithm {algorithm.label} takes the local steps itself, and {first} "
-            "would have no effect on them",
-            remedy=f"leave out {first} or --client-algorithm",
-        )
-    yield from _of_state(local, secure)
-    if secure.aggregation != "off" and local.num_epochs is not None:
-        yield SettingsError(
-            "an epoch is as long as a device's data, whose size it does not tell under masks",
-            remedy="leave out --secure-aggregation or --local-epochs, and set --local-steps: it "
-            "wins over the epochs that --algorithm sets",
-        )
-
-
-def _of_local_schedule(
-    schedule: LocalScheduleSettings, local: LocalSettings
-) -> Iterator[SettingsError]:
-    """Yield a schedule of local steps that are none, and arguments of no schedule."""
-    if schedule.name is not None and not local.is_on:
-        yield SettingsError(
-            "--local-schedule is for local steps, and the devices take none",
-            remedy="leave out --local-schedule, or set --algorithm, --local-steps or "
-            "--local-epochs",
-        )
-    if schedule.arguments and schedule.name is None:
-        yield SettingsError(
-            "--local-schedule-argument is for a schedule of the local learning rate, and there is "
-            "none",
-            remedy="set --local-schedule, or leave out --local-schedule-argument",
-        )
-
-
-def _of_state(local: LocalSettings, secure: SecureSettings) -> Iterator[SettingsError]:
-    """Yield what does not go with a state that devices keep between rounds."""
-    name, is_scaffold = local.algorithm, local.algorithm == "scaffold"
-    if local.keeps_state and secure.aggregation == "active":
-        yield SettingsError(
-            f"with --algorithm {name} what a device keeps enters its updates, and devices refuse "
-            "that under active masks: a server that lies can have one outweigh the rest",
-            remedy="leave out --algorithm, or use --secure-aggregation semi-honest",
-        )
-    plain = {
-        "--local-optimizer": local.kind.lower() != "sgd",
-        "--local-optimizer-argument": bool(local.arguments),
-        "--proximal": bool(local.mu),
-    }
-    for flag in (flag for flag, is_set in plain.items() if is_scaffold and is_set):
-        yield SettingsError(
-            "SCAFFOLD computes the mean gradient of a round from how far plain SGD has moved, and "
-            f"{flag} moves otherwise",
-            remedy=f"leave out {flag}, or take --algorithm fedprox",
-        )
-
-
-def _of_local_examples(local: LocalSettings, plan: PlanSettings) -> Iterator[SettingsError]:
-    """Yield what sets the examples of local steps a second time."""
-    if plan.accumulation_steps is not None and local.batch_size is not None:
-        yield SettingsError(
-            "--accumulation-steps and --local-batch-size both set the examples of a local step",
-            remedy="leave out --local-batch-size or --accumulation-steps",
-        )
-    targets = {
-        "--effective-batch-size": plan.effective_batch_size != DEFAULT_EXAMPLES,
-        "--tokens-per-update": plan.tokens_per_update is not None,
-    }
-    for flag, is_set in targets.items():
-        if is_set and plan.accumulation_steps is None:
-            yield SettingsError(
-                f"{flag} sets the examples of a round, and so do the local steps: their number "
-                "times --local-batch-size, or the devices' own data",
-                remedy=f"leave out {flag}, and set --local-batch-size",
-            )
-
-
-def _of_algorithm(algorithm: AlgorithmSettings, plan: PlanSettings) -> Iterator[SettingsError]:
-    """Yield what needs exact sums where clients send what their algorithm makes of them."""
-    label = algorithm.label or ""
-    if len(label) > MAX_ALGORITHM_CHARACTERS:
-        yield SettingsError(
-            f"a plan has room for {MAX_ALGORITHM_CHARACTERS:,} characters of a client algorithm's "
-            f"name and arguments, and these take {len(label):,}",
-            remedy="give fewer arguments, and let the algorithm read long ones from a file",
-        )
-    if algorithm.name is not None and plan.follow_noise_scale:
-        yield SettingsError(
-            f"the noise scale is estimated from exact sums, and the client algorithm {label} may "
-            "send something else",
-            remedy="leave out --follow-noise-scale or --client-algorithm",
-        )
-
-
-def _of_rule(
-    aggregation: AggregationSettings, plan: PlanSettings, local: LocalSettings
-) -> Iterator[SettingsError]:
-    """Yield what needs the sum where a robust rule replaces it."""
-    if aggregation.rule != "sum" and local.algorithm == "scaffold":
-        yield SettingsError(
-            "SCAFFOLD adds up the devices' control variates, and --aggregation "
-            f"{aggregation.rule} is for the model's sum alone",
-            remedy="leave out --aggregation, or take --algorithm fedprox",
-        )
-    if aggregation.rule != "sum" and plan.follow_noise_scale:
-        yield SettingsError(
-            f"the noise scale is estimated from the sum, and --aggregation {aggregation.rule} is "
-            "none",
-            remedy="leave out --aggregation or --follow-noise-scale",
-        )
-
-
-def _of_compression(
-    compression: CompressionSettings,
-    plan: PlanSettings,
-    aggregation: AggregationSettings,
-    secure: SecureSettings,
-    privacy: PrivacySettings,
-    asynchronous: AsynchronousSettings,
-) -> Iterator[SettingsError]:
-    """Yield what a compressed update does not go with (docs/bytes.md)."""
-    up = compression.up
-    if privacy.is_on:
-        yield SettingsError(
-            f"--compress {up} carries parts of an update into later rounds, and the epsilon is "
-            "computed for updates that count in one round alone",
-            remedy="leave out --compress, or the privacy; --compress-down goes with both",
-        )
-    if secure.aggregation != "off" and up not in ("random-k", "low-rank"):
-        yield SettingsError(
-            f"--compress {up} encodes each update by itself, and masked updates are added in a "
-            "ring",
-            remedy="use --ring-bits 16 instead of --compress; or --compress low-rank, or random-k, "
-            "which send the same of all",
-        )
-    if secure.aggregation == "active" and compression.feedback:
-        yield SettingsError(
-            f"--compress {up} sends what earlier rounds left with an update, and devices refuse "
-            "that under active masks: a server that lies can have it come from one of them alone",
-            remedy="use --ring-bits 16, or compression.feedback = false, with which it is lost",
-        )
-    is_few = up == "random-k" and compression.fraction < MIN_MASKED_FRACTION
-    if secure.aggregation != "off" and is_few:
-        yield SettingsError(
-            f"--compress-fraction {compression.fraction:g}: devices mask at least "
-            f"{MIN_MASKED_FRACTION:g} of the coordinates",
-            remedy=f"use {MIN_MASKED_FRACTION:g} or more",
-        )
-    if up == "low-rank" and asynchronous.is_on:
-        yield SettingsError(
-            "--compress low-rank has columns that all devices of a round share, and in "
-            "asynchronous rounds updates of several rounds are added",
-            remedy="leave out --asynchronous, or use --compress int4",
-        )
-    if compression.values != "bfloat16" and up not in ("top-k", "low-rank"):
-        yield SettingsError(
-            f"--compress-values is of --compress top-k and low-rank, not of {up}",
-            remedy="leave out --compress-values",
-        )
-    if compression.values != "bfloat16" and secure.aggregation != "off" and up == "low-rank":
-        yield SettingsError(
-            f"--compress-values {compression.values}: under masks values are numbers of the ring",
-            remedy="leave out --compress-values, and use --ring-bits 8",
-        )
-    is_sparse = up in ("top-k", "random-k", "low-rank")
-    if is_sparse and aggregation.rule != "sum":
-        yield SettingsError(
-            f"--aggregation {aggregation.rule} compares updates coordinate by coordinate, and "
-            f"--compress {up} sends few of them",
-            remedy="leave out --aggregation, or use --compress int8",
-        )
-    if plan.follow_noise_scale and (is_sparse or up in ("int2", "int1")):
-        sends = "few coordinates of it" if is_sparse else "a rounding of a third of it or more"
-        yield SettingsError(
-            f"the noise scale is estimated from the sum's norm, and --compress {up} sends {sends}",
-            remedy="leave out --follow-noise-scale, or use --compress int8",
-        )
-
-
-def _of_masks(
-    secure: SecureSettings,
-    plan: PlanSettings,
-    local: LocalSettings,
-    aggregation: AggregationSettings,
-    evaluation: EvaluationSettings,
-    simulation: SimulationSettings,
-) -> Iterator[SettingsError]:
-    """Yield what needs a client's own numbers, which the masks should hide."""
-    if aggregation.rule != "sum":
-        yield SettingsError(
-            f"--aggregation {aggregation.rule} compares single updates, which secure aggregation "
-            "hides",
-            remedy="leave out --aggregation or --secure-aggregation",
-        )
-    if plan.accumulation_steps is not None:
-        quota = plan.set_quota * local.num_steps
-        if quota < secure.min_quota:
-            yield SettingsError(
-                f"K x micro-batch is {quota} examples, a masked plan has at least "
-                f"{secure.min_quota}",
-                remedy="raise --accumulation-steps or --micro-batch-size, or lower --min-quota on "
-                "the server and on every device",
-            )
-    if evaluation.on_devices:
-        yield SettingsError(
-            "each device would report its own held-out loss, which secure aggregation should hide",
-            remedy="leave out --evaluate-on-devices: the server tests on examples of its own, and "
-            "`headwater-server evaluate --on-devices` tests under masks after the run",
-        )
-    if simulation.workers != 1:
-        yield SettingsError(
-            "worker processes compute no masked updates, which are exchanged as messages",
-            remedy="leave out --workers or --secure-aggregation",
-        )
-
-
-def _of_asynchronous(
-    asynchronous: AsynchronousSettings,
-    plan: PlanSettings,
-    cohort: CohortSettings,
-    aggregation: AggregationSettings,
-    compression: CompressionSettings,
-    secure: SecureSettings,
-    privacy: PrivacySettings,
-    evaluation: EvaluationSettings,
-    simulation: SimulationSettings,
-) -> Iterator[SettingsError]:
-    """Yield what needs a round's updates to be of one model (docs/asynchronous.md)."""
-    size = asynchronous.buffer
-    if not asynchronous.is_on:
-        given = {
-            "--buffer": size is not None,
-            "--max-staleness": asynchronous.max_staleness != DEFAULT_ASYNCHRONOUS.max_staleness,
-            "--staleness-exponent": asynchronous.exponent != DEFAULT_ASYNCHRONOUS.exponent,
-        }
-        for flag in [flag for flag, is_set in given.items() if is_set]:
-            yield SettingsError(
-                f"{flag} is for asynchronous rounds, and rounds are synchronous",
-                remedy=f"leave out {flag}, or add --asynchronous",
-            )
-        return
-    if size is not None:
-        yield from _of_buffer(size, cohort, secure)
-    if asynchronous.offline_windows > 1:
-        yield from _of_offline_windows(cohort, compression, secure)
-    refused = {
-        "an update's part of the sum follows from its staleness, so that the noise of a sum has no "
-        "fixed bound to cover: leave out --privacy-epsilon, or --asynchronous": privacy.is_on,
-        "the noise scale compares gradients of one model: leave out --follow-noise-scale, or "
-        "--asynchronous": plan.follow_noise_scale,
-        "devices hold models of several versions, and differences are to the last one: leave out "
-        "--compress-down, or --asynchronous": compression.down != "off",
-        "a robust rule compares updates of one model: leave out --aggregation, or "
-        "--asynchronous": aggregation.rule != "sum",
-        "a device would have to interrupt its plan to test the model: leave out "
-        "--evaluate-on-devices: the server tests on examples of its own": evaluation.on_devices,
-        f"--engine {simulation.engine} has no virtual clock that orders the answers: leave out "
-        "--engine": simulation.engine != "in-process",
-    }
-    for text, is_refused in refused.items():
-        if is_refused:
-            what, _, remedy = text.partition(": ")
-            yield SettingsError(f"in asynchronous rounds {what}", remedy=remedy)
-
-
-def _of_buffer(
-    size: int, cohort: CohortSettings, secure: SecureSettings
-) -> Iterator[SettingsError]:
-    """Yield what makes a buffer of this size too small, or never full."""
-    if size < cohort.min_clients:
-        yield SettingsError(
-            f"a step has {size} updates (--buffer), and needs {cohort.min_clients} (--min-clients)",
-            remedy="raise --buffer, or lower --min-clients",
-        )
-    if cohort.size is not None and size > cohort.size:
-        yield SettingsError(
-            f"--cohort-size {cohort.size} is the number of clients at work at a time, and a buffer "
-            f"of {size} would never be full",
-            remedy="lower --buffer, or raise --cohort-size",
-        )
-    if secure.aggregation != "off" and size < secure.min_members:
-        yield SettingsError(
-            f"a step has {size} updates (--buffer), and a secure session needs "
-            f"{secure.min_members} (secure.min_members)",
-            remedy=f"raise --buffer to {secure.min_members} or more",
-        )
-
-
-def _of_offline_windows(
-    cohort: CohortSettings, compression: CompressionSettings, secure: SecureSettings
-) -> Iterator[SettingsError]:
-    """Yield what does not go with updates that sum several windows."""
-    if secure.aggregation != "off":
-        yield SettingsError(
-            "a device masks one window of a plan, and --offline-windows sums several",
-            remedy="leave out --offline-windows, or --secure-aggregation",
-        )
-    if cohort.weighting == "dataset":
-        yield SettingsError(
-            "--weighting dataset gives each update the weight of its client's data, however many "
-            "windows it has",
-            remedy="leave out --weighting, or --offline-windows",
-        )
-    if compression.up != "off":
-        yield SettingsError(
-            f"--compress {compression.up} keeps what one update leaves out, and the sum of several "
-            "windows is sent whole",
-            remedy="leave out --compress, or --offline-windows",
-        )
-
-
-def _of_overlap(
-    asynchronous: AsynchronousSettings,
-    cohort: CohortSettings,
-    local: LocalSettings,
-    model: ModelSettings,
-    secure: SecureSettings,
-) -> Iterator[SettingsError]:
-    """Yield what is right for one pending round of a device, and would be wrong for two."""
-    refused = {
-        "the second of two plans is a late one by design, and rounds are synchronous: leave out "
-        "--overlap, or add --asynchronous": not asynchronous.is_on,
-        "a masked update waits on its device for a session: leave out --overlap, or "
-        "--secure-aggregation": secure.aggregation != "off",
-        "a device without a link goes on with one plan: leave out --overlap, or "
-        "--offline-windows": asynchronous.offline_windows > 1,
-        "all connected devices have two plans: leave out --overlap, or --cohort-size": cohort.size
-        is not None,
-        "what a device keeps is pending for one round: leave out --overlap, or "
-        "--local-parameters": model.local_parameters is not None,
-        "what a device keeps of a round enters the next one: leave out --overlap, or "
-        f"--algorithm {local.algorithm}": local.keeps_state,
-    }
-    for text, is_refused in refused.items():
-        if is_refused:
-            what, _, remedy = text.partition(": ")
-            yield SettingsError(f"with --overlap {what}", remedy=remedy)
-
-
-def why_no_branches(
-    secure: SecureSettings,
-    aggregation: AggregationSettings,
-    asynchronous: AsynchronousSettings,
-) -> str | None:
+def why_no_branches(s: _Settings) -> str | None:
     """Return why a run cannot have aggregators, with the remedy after a colon; None if it can."""
-    refused = _against_branches(secure, aggregation, asynchronous)
-    return next((text for text, is_refused in refused.items() if is_refused), None)
+    met = (text for text, is_met in _against_branches(s).items() if is_met)
+    return next((text.replace(" | ", ": ") for text in met), None)
 
 
-def _against_branches(
-    secure: SecureSettings,
-    aggregation: AggregationSettings,
-    asynchronous: AsynchronousSettings,
-) -> dict[str, bool]:
-    """Return what speaks against aggregators, and whether it is set."""
+def _all_set(flags: dict[str, object]) -> str:
+    """Return the flags that are set, ``--a, --b``; nothing if none is."""
+    return ", ".join(flag for flag, is_set in flags.items() if is_set)
+
+
+def _of_others(s: _Settings) -> dict[str, bool]:
+    """Return what sets a thing twice or half: the target of a round, the last one, an algorithm."""
+    plan, forever, one_cycle = s.plan, s.num_rounds is None, s.schedule.name == "OneCycleLR"
+    # The default does not count as set: a run's own settings.toml names every setting.
+    has_examples = plan.effective_batch_size != DEFAULT_EXAMPLES
+    other = _all_set(
+        {
+            "--follow-noise-scale": plan.follow_noise_scale,
+            "--effective-batch-size": has_examples,
+        }
+    )
+    steps = s.schedule.arguments.get("total_steps")  # a wrong one is found when it is made
+    num_steps = (s.num_rounds or 0) - s.schedule.warmup_rounds
+    label, most = s.algorithm.label or "", MAX_ALGORITHM_CHARACTERS
     return {
-        "masks cancel within a branch, whose aggregator would see the sum of its devices: leave "
-        "out --secure-aggregation": secure.aggregation != "off",
-        "a rule needs single updates, and an aggregator sends a sum: leave out --aggregation": (
-            aggregation.rule != "sum"
+        f"--tokens-per-update and {other}: each sets the target of a round | leave out "
+        f"--tokens-per-update or {other}": plan.tokens_per_update is not None and bool(other),
+        "--accumulation-steps sets the work of each client, so that no number of tokens can be "
+        "divided among them | leave out --accumulation-steps or --tokens-per-update": (
+            plan.tokens_per_update is not None and plan.accumulation_steps is not None
         ),
-        "asynchronous steps take single updates: leave out --asynchronous": asynchronous.is_on,
+        "--privacy-epsilon is divided among all rounds, and --rounds forever has no number of "
+        "them | set --rounds N; or --privacy-noise-multiplier, whose epsilon grows with the rounds "
+        "and is shown after each": forever and s.privacy.epsilon is not None,
+        "OneCycleLR has a last step, and --rounds forever has no last round | set --rounds N, or "
+        "choose a --schedule without an end": forever and one_cycle,
+        f"OneCycleLR takes {steps} steps, and the run has {s.num_rounds} rounds of one each | set "
+        f"--schedule-argument total_steps={num_steps}": (
+            one_cycle and isinstance(steps, int) and steps < num_steps
+        ),
+        f"a plan has room for {most:,} characters of a client algorithm's name and arguments, and "
+        f"these take {len(label):,} | give fewer arguments, and let the algorithm read long ones "
+        "from a file": len(label) > most,
+        "worker processes compute devices for --engine in-process alone | leave out --workers or "
+        "--engine": s.simulation.workers != 1 and s.simulation.engine != "in-process",
     }
 
 
-def _of_tree(
-    simulation: SimulationSettings,
-    secure: SecureSettings,
-    aggregation: AggregationSettings,
-    asynchronous: AsynchronousSettings,
-) -> Iterator[SettingsError]:
-    """Yield what needs single updates, or other sums than those of aggregators."""
-    refused = _against_branches(secure, aggregation, asynchronous) | {
-        "they are simulated in one process: leave out --engine": simulation.engine != "in-process",
-        "devices that are computed together are added before any aggregator: leave out --compute": (
-            simulation.compute not in ("auto", "one-by-one")
+def _of_noise_scale(s: _Settings) -> dict[str, bool]:
+    """Return what leaves no noise scale, or no batch that could follow it."""
+    plan, up, rule = s.plan, s.compression.up, s.aggregation.rule
+    return {
+        "--accumulation-steps sets the work of each client, so that the batch cannot follow the "
+        "noise scale | leave out --accumulation-steps or --follow-noise-scale": (
+            plan.accumulation_steps is not None
         ),
-        "there are fewer devices than that: lower --aggregators": (
-            simulation.aggregators > simulation.clients
+        f"the target starts at --effective-batch-size {plan.effective_batch_size}, which is above "
+        f"--max-effective-batch-size {plan.max_effective_batch_size} | raise "
+        "--max-effective-batch-size": plan.effective_batch_size > plan.max_effective_batch_size,
+        "with local steps the model moves between the micro-batches, so that their norms show no "
+        "noise scale | leave out --follow-noise-scale or the local steps": s.local.is_on,
+        "the noise scale is estimated from exact sums, and the client algorithm "
+        f"{s.algorithm.label} may send something else | leave out --follow-noise-scale or "
+        "--client-algorithm": s.algorithm.name is not None,
+        f"the noise scale is estimated from the sum, and --aggregation {rule} is none | leave out "
+        "--aggregation or --follow-noise-scale": rule != "sum",
+        f"the noise scale is estimated from the sum's norm, and --compress {up} sends few "
+        "coordinates of it | leave out --follow-noise-scale, or use --compress int8": (
+            s.compression.is_sparse
+        ),
+        f"the noise scale is estimated from the sum's norm, and --compress {up} sends a rounding "
+        "of a third of it or more | leave out --follow-noise-scale, or use --compress int8": (
+            up in ("int2", "int1")
         ),
     }
-    for text, is_refused in refused.items():
-        if is_refused:
-            what, _, remedy = text.rpartition(": ")
-            yield SettingsError(
-                f"with --aggregators {simulation.aggregators} {what}", remedy=remedy
-            )
 
 
-def _of_small_ring(
-    secure: SecureSettings, plan: PlanSettings, cohort: CohortSettings
-) -> Iterator[SettingsError]:
-    """Yield what leaves a member of a session too few of the 127 steps of an 8-bit ring."""
-    if secure.ring_bits != 8:
-        return
-    most = 127 >> secure.member_bits
-    if cohort.size is None or cohort.size > most:
-        yield SettingsError(
-            f"a device accepts no session in which a member has fewer than 2^{secure.member_bits} "
-            f"steps, and 8 bits have 127 for all members: enough for {most}",
-            remedy=f"set --cohort-size to {most} or less, or use --ring-bits 16; a lower "
-            "secure.member_bits must be set on the server and on every device",
+def _own_terms(s: _Settings) -> dict[str, object]:
+    """Return the flags of local steps that take a value, and whether they are set."""
+    return {
+        "--proximal": s.local.proximal is not None,
+        "--local-optimizer": s.local.optimizer is not None,
+        "--local-optimizer-argument": s.local.arguments,
+    }
+
+
+def _of_no_local_steps(s: _Settings) -> dict[str, bool]:
+    """Return what is for local steps, where the devices take none."""
+    given = _all_set(
+        {
+            **_own_terms(s),
+            "--step-correction": s.local.step_correction is not None,
+            "--local-batch-size": s.local.batch_size is not None,
+            "--local-schedule": s.local_schedule.name is not None,
+        }
+    )
+    return {
+        **_of_local_numbers(s),
+        f"{given}: only for local steps, and the devices take none | leave out {given}, or set "
+        "--algorithm, --local-steps or --local-epochs": bool(given),
+        f"--algorithm {s.local.algorithm} is for local steps, and --local-steps 1 is none | leave "
+        "out --algorithm or --local-steps": s.local.keeps_state,
+    }
+
+
+def _of_local_numbers(s: _Settings) -> dict[str, bool]:
+    """Return what sets the number of local steps twice, or no schedule's arguments."""
+    return {
+        "both --local-steps and --local-epochs set the local steps of a round | leave out "
+        "--local-steps or --local-epochs": (
+            s.local.steps is not None and s.local.epochs is not None
+        ),
+        "--local-schedule-argument is for a schedule of the local learning rate, and there is none "
+        "| set --local-schedule, or leave out --local-schedule-argument": (
+            bool(s.local_schedule.arguments) and s.local_schedule.name is None
+        ),
+    }
+
+
+def _of_local_steps(s: _Settings) -> dict[str, bool]:
+    """Return what does not go with local steps, or with a state that devices keep."""
+    plan, local, name = s.plan, s.local, s.local.algorithm
+    is_masked, is_scaffold = s.secure.aggregation != "off", name == "scaffold"
+    examples = _all_set(
+        {
+            "--effective-batch-size": plan.effective_batch_size != DEFAULT_EXAMPLES,
+            "--tokens-per-update": plan.tokens_per_update is not None,
+        }
+    )
+    without_effect = _all_set({**_own_terms(s), "--algorithm": name != "exact"})
+    not_plain = _all_set(
+        {
+            "--local-optimizer": local.kind.lower() != "sgd",
+            "--local-optimizer-argument": local.arguments,
+            "--proximal": local.mu,
+        }
+    )
+    return {
+        **_of_local_numbers(s),
+        "--accumulation-steps and --local-batch-size both set the examples of a local step | leave "
+        "out --local-batch-size or --accumulation-steps": (
+            plan.accumulation_steps is not None and local.batch_size is not None
+        ),
+        f"{examples}: the local steps set the examples of a round too, by their number times "
+        f"--local-batch-size, or the devices' own data | leave out {examples}, and set "
+        "--local-batch-size": plan.accumulation_steps is None and bool(examples),
+        "--batch-scaling scales the rate by the examples of one gradient, and an update of local "
+        "steps is none | leave out --batch-scaling or the local steps": (
+            s.schedule.batch_scaling != "none"
+        ),
+        f"the client algorithm {s.algorithm.label} takes the local steps itself, and "
+        f"{without_effect} would have no effect on them | leave out {without_effect} or "
+        "--client-algorithm": s.algorithm.name is not None and bool(without_effect),
+        f"with --algorithm {name} what a device keeps enters its updates, and devices refuse that "
+        "under active masks: a server that lies can have one outweigh the rest | leave out "
+        "--algorithm, or use --secure-aggregation semi-honest": (
+            local.keeps_state and s.secure.aggregation == "active"
+        ),
+        "an epoch is as long as a device's data, whose size it does not tell under masks | leave "
+        "out --secure-aggregation or --local-epochs, and set --local-steps: it wins over the "
+        "epochs that --algorithm sets": is_masked and local.num_epochs is not None,
+        "SCAFFOLD computes the mean gradient of a round from how far plain SGD has moved, which "
+        f"{not_plain} would change | leave out {not_plain}, or take --algorithm fedprox": (
+            is_scaffold and bool(not_plain)
+        ),
+        "SCAFFOLD adds up the devices' control variates, and --aggregation "
+        f"{s.aggregation.rule} is for the model's sum alone | leave out --aggregation, or take "
+        "--algorithm fedprox": is_scaffold and s.aggregation.rule != "sum",
+    }
+
+
+def _of_compression(s: _Settings) -> dict[str, bool]:
+    """Return what a compressed update does not go with (docs/bytes.md)."""
+    up, values, is_masked = s.compression.up, s.compression.values, s.secure.aggregation != "off"
+    fraction = s.compression.fraction
+    return {
+        f"--compress {up} carries parts of an update into later rounds, and the epsilon is "
+        "computed for updates that count in one round alone | leave out --compress, or the "
+        "privacy; --compress-down goes with both": s.privacy.is_on,
+        f"--compress {up} encodes each update by itself, and masked updates are added in a ring | "
+        "use --ring-bits 16 instead of --compress; or --compress low-rank, or random-k, which send "
+        "the same of all": is_masked and up not in ("random-k", "low-rank"),
+        f"--compress {up} sends what earlier rounds left with an update, and devices refuse that "
+        "under active masks: a server that lies can have it come from one of them alone | use "
+        "--ring-bits 16, or compression.feedback = false, with which it is lost": (
+            s.secure.aggregation == "active" and s.compression.feedback
+        ),
+        f"--compress-fraction {fraction:g}: devices mask at least {MIN_MASKED_FRACTION:g} of the "
+        f"coordinates | use {MIN_MASKED_FRACTION:g} or more": (
+            is_masked and up == "random-k" and fraction < MIN_MASKED_FRACTION
+        ),
+        "--compress low-rank has columns that all devices of a round share, and in asynchronous "
+        "rounds updates of several rounds are added | leave out --asynchronous, or use --compress "
+        "int4": up == "low-rank" and s.asynchronous.is_on,
+        f"--compress-values is of --compress top-k and low-rank, not of {up} | leave out "
+        "--compress-values": values != "bfloat16" and up not in ("top-k", "low-rank"),
+        f"--compress-values {values}: under masks values are numbers of the ring | leave out "
+        "--compress-values, and use --ring-bits 8": (
+            values != "bfloat16" and up == "low-rank" and is_masked
+        ),
+        f"--aggregation {s.aggregation.rule} compares updates coordinate by coordinate, and "
+        f"--compress {up} sends few of them | leave out --aggregation, or use --compress int8": (
+            s.compression.is_sparse and s.aggregation.rule != "sum"
+        ),
+        f"--compress {up} keeps what one update leaves out, and the sum of several windows is sent "
+        "whole | leave out --compress, or --offline-windows": (
+            s.asynchronous.is_on and s.asynchronous.offline_windows > 1
+        ),
+    }
+
+
+def _of_masks(s: _Settings) -> dict[str, bool]:
+    """Return what needs a client's own numbers, which masks hide; or a larger ring."""
+    secure, k, size = s.secure, s.plan.accumulation_steps, s.cohort.size
+    quota = None if k is None else s.plan.set_quota * s.local.num_steps
+    most = 127 >> secure.member_bits  # members of an 8-bit ring
+    return {
+        f"--aggregation {s.aggregation.rule} compares single updates, which secure aggregation "
+        "hides | leave out --aggregation or --secure-aggregation": s.aggregation.rule != "sum",
+        f"K x micro-batch is {quota} examples, a masked plan has at least {secure.min_quota} | "
+        "raise --accumulation-steps or --micro-batch-size, or lower --min-quota on the server and "
+        "on every device": quota is not None and quota < secure.min_quota,
+        "each device would report its own held-out loss, which secure aggregation should hide | "
+        "leave out --evaluate-on-devices: the server tests on examples of its own, and "
+        "`headwater-server evaluate --on-devices` tests under masks after the run": (
+            s.evaluation.on_devices
+        ),
+        "with --local-parameters what a device keeps enters its updates, and devices refuse that "
+        "under active masks: a server that lies can have one outweigh the rest | use "
+        "--secure-aggregation semi-honest, or leave out --local-parameters": (
+            secure.aggregation == "active" and s.model.local_parameters is not None
+        ),
+        f"a device accepts no session in which a member has fewer than 2^{secure.member_bits} "
+        f"steps, and 8 bits have 127 for all members: enough for {most} | set --cohort-size to "
+        f"{most} or less, or use --ring-bits 16; a lower secure.member_bits must be set on the "
+        "server and on every device": secure.ring_bits == 8 and (size is None or size > most),
+        "the planner would give slow devices a small part of the 127 steps of an 8-bit ring | set "
+        "--accumulation-steps, so that all devices weigh alike, or use --ring-bits 16": (
+            secure.ring_bits == 8 and k is None
+        ),
+        "worker processes compute no masked updates, which are exchanged as messages | leave out "
+        "--workers or --secure-aggregation": s.simulation.workers != 1,
+        "the engine ray computes what devices send in clear, and masked rounds are made of "
+        "messages | take --engine flower-ray, which sends them, or leave --engine out": (
+            s.simulation.engine == "ray"
+        ),
+    }
+
+
+def _of_synchronous(s: _Settings) -> dict[str, bool]:
+    """Return what is for asynchronous rounds, where rounds are synchronous."""
+    given = _all_set(
+        {
+            "--buffer": s.asynchronous.buffer is not None,
+            "--max-staleness": s.asynchronous.max_staleness != DEFAULT_ASYNCHRONOUS.max_staleness,
+            "--staleness-exponent": s.asynchronous.exponent != DEFAULT_ASYNCHRONOUS.exponent,
+        }
+    )
+    return {
+        f"{given}: only for asynchronous rounds, and rounds are synchronous | leave out {given}, "
+        "or add --asynchronous": bool(given)
+    }
+
+
+def _of_asynchronous(s: _Settings) -> dict[str, bool]:
+    """Return what needs a round's updates to be of one model (docs/asynchronous.md)."""
+    buffer, members, engine = s.asynchronous.buffer, s.secure.min_members, s.simulation.engine
+    size = math.inf if buffer is None else buffer
+    has_windows, is_masked = s.asynchronous.offline_windows > 1, s.secure.aggregation != "off"
+    return {
+        "in asynchronous rounds an update's part of the sum follows from its staleness, so that "
+        "the noise of a sum has no fixed bound to cover | leave out --privacy-epsilon, or "
+        "--asynchronous": s.privacy.is_on,
+        "in asynchronous rounds the noise scale compares gradients of one model | leave out "
+        "--follow-noise-scale, or --asynchronous": s.plan.follow_noise_scale,
+        "in asynchronous rounds devices hold models of several versions, and differences are to "
+        "the last one | leave out --compress-down, or --asynchronous": s.compression.down != "off",
+        "in asynchronous rounds a robust rule compares updates of one model | leave out "
+        "--aggregation, or --asynchronous": s.aggregation.rule != "sum",
+        "in asynchronous rounds a device would have to interrupt its plan to test the model | "
+        "leave out --evaluate-on-devices: the server tests on examples of its own": (
+            s.evaluation.on_devices
+        ),
+        f"in asynchronous rounds --engine {engine} has no virtual clock that orders the answers | "
+        "leave out --engine": engine != "in-process",
+        f"a step has {buffer} updates (--buffer), and needs {s.cohort.min_clients} (--min-clients) "
+        "| raise --buffer, or lower --min-clients": size < s.cohort.min_clients,
+        f"--cohort-size {s.cohort.size} is the number of clients at work at a time, and a buffer "
+        f"of {buffer} would never be full | lower --buffer, or raise --cohort-size": (
+            s.cohort.size is not None and buffer is not None and buffer > s.cohort.size
+        ),
+        f"a step has {buffer} updates (--buffer), and a secure session needs {members} "
+        f"(secure.min_members) | raise --buffer to {members} or more": (
+            is_masked and size < members
+        ),
+        "a device masks one window of a plan, and --offline-windows sums several | leave out "
+        "--offline-windows, or --secure-aggregation": has_windows and is_masked,
+        "--weighting dataset gives each update the weight of its client's data, however many "
+        "windows it has | leave out --weighting, or --offline-windows": (
+            has_windows and s.cohort.weighting == "dataset"
+        ),
+    }
+
+
+def _of_overlap(s: _Settings) -> dict[str, bool]:
+    """Return what is right for one pending round of a device, and would be wrong for two."""
+    return {
+        "with --overlap the second of two plans is a late one by design, and rounds are "
+        "synchronous | leave out --overlap, or add --asynchronous": not s.asynchronous.is_on,
+        "with --overlap a masked update waits on its device for a session | leave out --overlap, "
+        "or --secure-aggregation": s.secure.aggregation != "off",
+        "with --overlap a device without a link goes on with one plan | leave out --overlap, or "
+        "--offline-windows": s.asynchronous.offline_windows > 1,
+        "with --overlap all connected devices have two plans | leave out --overlap, or "
+        "--cohort-size": s.cohort.size is not None,
+        "with --overlap what a device keeps is pending for one round | leave out --overlap, or "
+        "--local-parameters": s.model.local_parameters is not None,
+        "with --overlap what a device keeps of a round enters the next one | leave out --overlap, "
+        f"or --algorithm {s.local.algorithm}": s.local.keeps_state,
+    }
+
+
+def _against_branches(s: _Settings) -> dict[str, bool]:
+    """Return what needs single updates, where an aggregator sends the sum of its branch."""
+    return {
+        "masks cancel within a branch, whose aggregator would see the sum of its devices | leave "
+        "out --secure-aggregation": s.secure.aggregation != "off",
+        "a rule needs single updates, and an aggregator sends a sum | leave out --aggregation": (
+            s.aggregation.rule != "sum"
+        ),
+        "asynchronous steps take single updates | leave out --asynchronous": s.asynchronous.is_on,
+    }
+
+
+def _of_tree(s: _Settings) -> dict[str, bool]:
+    """Return what simulated aggregators do not go with."""
+    rows = _against_branches(s) | {
+        "they are simulated in one process | leave out --engine": (
+            s.simulation.engine != "in-process"
+        ),
+        "devices that are computed together are added before any aggregator | leave out "
+        "--compute": s.simulation.compute not in ("auto", "one-by-one"),
+        "there are fewer devices than that | lower --aggregators": (
+            s.simulation.aggregators > s.simulation.clients
+        ),
+    }
+    begin = f"with --aggregators {s.simulation.aggregators} "
+    return {begin + text: is_met for text, is_met in rows.items()}
+
+
+def _of_no_privacy(s: _Settings) -> dict[str, bool]:
+    return {
+        "--privacy-unit example says what an epsilon is for, and none is set | leave out "
+        "--privacy-unit, or add --privacy-epsilon; on a device, --privacy-budget": (
+            s.privacy.unit == "example" and s.privacy.budget is None
         )
-    if plan.accumulation_steps is None:
-        yield SettingsError(
-            "the planner would give slow devices a small part of the 127 steps of an 8-bit ring",
-            remedy="set --accumulation-steps, so that all devices weigh alike, or use "
-            "--ring-bits 16",
-        )
+    }
 
 
-def _of_workers(simulation: SimulationSettings, secure: SecureSettings) -> Iterator[SettingsError]:
-    if simulation.engine == "ray" and secure.aggregation != "off":
-        yield SettingsError(
-            "the engine ray computes what devices send in clear, and masked rounds are made of "
-            "messages",
-            remedy="take --engine flower-ray, which sends them, or leave --engine out",
-        )
-    if simulation.workers != 1 and simulation.engine != "in-process":
-        yield SettingsError(
-            "worker processes compute devices for --engine in-process alone",
-            remedy="leave out --workers or --engine",
-        )
-
-
-def _of_privacy(
-    privacy: PrivacySettings,
-    plan: PlanSettings,
-    local: LocalSettings,
-    algorithm: AlgorithmSettings,
-    model: ModelSettings,
-    cohort: CohortSettings,
-    aggregation: AggregationSettings,
-    secure: SecureSettings,
-    evaluation: EvaluationSettings,
-) -> Iterator[SettingsError]:
-    """Yield what reveals more than the sums with noise (docs/privacy.md)."""
-    if privacy.epsilon is not None and privacy.noise_multiplier is not None:
-        yield SettingsError(
-            "the noise follows from --privacy-epsilon, and --privacy-noise-multiplier sets another",
-            remedy="leave out --privacy-epsilon or --privacy-noise-multiplier",
-        )
-    is_by_example, has_bands = privacy.unit == "example", privacy.bands > 1
-    refused = {
+def _of_privacy(s: _Settings) -> dict[str, bool]:
+    """Return what reveals more than the sums with noise (docs/privacy.md)."""
+    privacy, is_masked = s.privacy, s.secure.aggregation != "off"
+    by_example, has_bands = privacy.unit == "example", privacy.bands > 1
+    criteria = [one for one in (s.evaluation.best, s.evaluation.stop_when) if one is not None]
+    rows = {
+        "the noise follows from --privacy-epsilon, and --privacy-noise-multiplier sets another | "
+        "leave out --privacy-epsilon or --privacy-noise-multiplier": (
+            privacy.epsilon is not None and privacy.noise_multiplier is not None
+        ),
         "devices would have to take back noise that they added in earlier rounds, and they come "
-        "and go; under masks noise is independent: leave out --privacy-bands": (
-            has_bands and secure.aggregation != "off"
+        "and go; under masks noise is independent | leave out --privacy-bands": (
+            has_bands and is_masked
         ),
-        "every device would be in each round, where noise is independent (--privacy-bands 1): set "
-        "--cohort-size": has_bands and cohort.size is None,
-        "the noise of rounds with unlike clip norms cannot be correlated: leave out "
+        "every device would be in each round, where noise is independent (--privacy-bands 1) | set "
+        "--cohort-size": has_bands and s.cohort.size is None,
+        "the noise of rounds with unlike clip norms cannot be correlated | leave out "
         "--privacy-clip-quantile": has_bands and privacy.clip_quantile is not None,
-        "for each example, correlated noise is not offered: leave out --privacy-bands": (
-            has_bands and is_by_example
+        "for each example, correlated noise is not offered | leave out --privacy-bands": (
+            has_bands and by_example
         ),
-        "the planner would choose quotas by what devices report of their data and speed: set "
-        "--accumulation-steps": plan.accumulation_steps is None,
-        "the batch would follow the devices' gradients: leave out --follow-noise-scale": (
-            plan.follow_noise_scale
+        "the planner would choose quotas by what devices report of their data and speed | set "
+        "--accumulation-steps": s.plan.accumulation_steps is None,
+        "the batch would follow the devices' gradients | leave out --follow-noise-scale": (
+            s.plan.follow_noise_scale
         ),
-        "updates would be weighed by the devices' numbers of examples: leave out --weighting "
-        "dataset": cohort.weighting == "dataset",
-        "each device would report its own held-out loss: leave out --evaluate-on-devices": (
-            evaluation.on_devices
+        "updates would be weighed by the devices' numbers of examples | leave out --weighting "
+        "dataset": s.cohort.weighting == "dataset",
+        "each device would report its own held-out loss | leave out --evaluate-on-devices": (
+            s.evaluation.on_devices
         ),
-        "the training's own loss and metrics are not released: name a metric of the test": any(
-            criterion is not None and split_criterion(criterion)[1].startswith("train_")
-            for criterion in (evaluation.best, evaluation.stop_when)
+        "the training's own loss and metrics are not released | name a metric of the test": any(
+            split_criterion(criterion)[1].startswith("train_") for criterion in criteria
         ),
-        "a rule that picks among updates would make one change what others add: leave out "
-        "--aggregation": aggregation.rule != "sum",
-        "16 or 8 bits leave no room for the noise: leave out --ring-bits": (
-            secure.aggregation != "off" and secure.ring_bits != 32
+        "a rule that picks among updates would make one change what others add | leave out "
+        "--aggregation": s.aggregation.rule != "sum",
+        "16 or 8 bits leave no room for the noise | leave out --ring-bits": (
+            is_masked and s.secure.ring_bits != 32
         ),
-        "for each example, devices would tell the quantile of another norm: leave out "
-        "--privacy-clip-quantile": is_by_example and privacy.clip_quantile is not None,
-        f"what devices keep with --algorithm {local.algorithm} would carry a round's examples into "
-        "later ones: take --algorithm fedavg": local.keeps_state,
-        "for each example, local steps would carry one example into the gradients of others: leave "
-        "out --local-steps, --local-epochs and --algorithm": is_by_example and local.is_on,
-        "an epoch would be as long as a device's data: leave out --local-epochs, and set "
-        "--local-steps": local.num_epochs is not None,
-        "for each example, a client algorithm would get sums without a bound for each example: "
-        "leave out --client-algorithm": is_by_example and algorithm.label is not None,
+        "for each example, devices would tell the quantile of another norm | leave out "
+        "--privacy-clip-quantile": by_example and privacy.clip_quantile is not None,
+        f"what devices keep with --algorithm {s.local.algorithm} would carry a round's examples "
+        "into later ones | take --algorithm fedavg": s.local.keeps_state,
+        "for each example, local steps would carry one example into the gradients of others | "
+        "leave out --local-steps, --local-epochs and --algorithm": by_example and s.local.is_on,
+        "an epoch would be as long as a device's data | leave out --local-epochs, and set "
+        "--local-steps": s.local.num_epochs is not None,
+        "for each example, a client algorithm would get sums without a bound for each example | "
+        "leave out --client-algorithm": by_example and s.algorithm.label is not None,
         "for each example, parameters that stay on a device would carry one example into the "
-        "gradients of others: leave out --local-parameters": (
-            is_by_example and model.local_parameters is not None
+        "gradients of others | leave out --local-parameters": (
+            by_example and s.model.local_parameters is not None
         ),
     }
-    for text, is_refused in refused.items():
-        if is_refused:
-            what, _, remedy = text.rpartition(": ")
-            yield SettingsError(f"with differential privacy {what}", remedy=remedy)
+    return {"with differential privacy " + text: is_met for text, is_met in rows.items()}

@@ -197,6 +197,11 @@ class CompressionSettings(Branch):
         """Whether devices keep what they did not send."""
         return self.up != "off" and self.feedback
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether an update is a few coordinates, or factors, in the place of all coordinates."""
+        return self.up in ("top-k", "random-k", "low-rank")
+
 
 class AsynchronousSettings(Branch):
     """Rounds that wait for no device: a step whenever a buffer is full (docs/asynchronous.md)."""

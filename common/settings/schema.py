@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import model_validator
 
-from headwater.common.settings.conflicts import check_end, check_endless, check_together
+from headwater.common.settings.conflicts import check_together
 from headwater.common.settings.fields import (
     ALL,
     DEVICE,
@@ -202,26 +202,7 @@ class Settings(Branch):
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
-        check_together(
-            plan=self.plan,
-            local=self.local,
-            local_schedule=self.local_schedule,
-            schedule=self.schedule,
-            algorithm=self.algorithm,
-            cohort=self.cohort,
-            aggregation=self.aggregation,
-            compression=self.compression,
-            asynchronous=self.asynchronous,
-            secure=self.secure,
-            privacy=self.privacy,
-            model=self.model,
-            evaluation=self.evaluation,
-            simulation=self.simulation,
-        )
-        if self.num_rounds is None:
-            check_endless(self.schedule, self.privacy)
-        else:
-            check_end(self.schedule, self.num_rounds)
+        check_together(self)
         return self
 
     @property

@@ -11,7 +11,7 @@ from headwater.common.settings.schema import Settings
 
 def refusal_of_branch(settings: Settings) -> Callable[[str], AggregatorRefused | None]:
     """Return which devices may not be aggregators of a run, and why."""
-    why = why_no_branches(settings.secure, settings.aggregation, settings.asynchronous)
+    why = why_no_branches(settings)
     trusted = {name.strip() for name in (settings.server.aggregators or "").split(",")}
 
     def refusal(name: str) -> AggregatorRefused | None:

@@ -97,15 +97,15 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "SCAFFOLD and momentum": (
         {"local": {"algorithm": "scaffold", "arguments": {"momentum": 0.9}}},
-        "and --local-optimizer-argument moves otherwise",
+        "which --local-optimizer-argument would change",
     ),
     "SCAFFOLD and AdamW": (
         {"local": {"algorithm": "scaffold", "optimizer": "adamw"}},
-        "and --local-optimizer moves otherwise",
+        "which --local-optimizer would change",
     ),
     "SCAFFOLD and a proximal term": (
         {"local": {"algorithm": "scaffold", "proximal": 0.1}},
-        "and --proximal moves otherwise",
+        "which --proximal would change",
     ),
     "SCAFFOLD and a robust rule": (
         {"local": {"algorithm": "scaffold"}, "aggregation": {"rule": "median"}},
@@ -160,11 +160,11 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "a buffer without asynchronous rounds": ({"asynchronous": {"buffer": 2}}, "--buffer"),
     "a largest staleness without asynchronous rounds": (
         {"asynchronous": {"max_staleness": 5}},
-        "--max-staleness is for asynchronous rounds",
+        "--max-staleness: only for asynchronous rounds",
     ),
     "a staleness exponent without asynchronous rounds": (
         {"asynchronous": {"exponent": 1.0}},
-        "--staleness-exponent is for asynchronous rounds",
+        "--staleness-exponent: only for asynchronous rounds",
     ),
     "a buffer below the quorum": (
         {"asynchronous": {"is_on": True, "buffer": 2}, "cohort": {"min_clients": 3}},
