@@ -22,10 +22,10 @@ from headwater.client.training.sampler import permutation, split
 from headwater.common.errors import SettingsError
 from headwater.common.model.tensor_file import without_wrappers
 from headwater.common.optimizers.named_optimizer import (
-    NOT_ON_SUMS,
     check_steps_on_sums,
+    in_groups,
     instance_of,
-    named_class,
+    optimizer_class,
 )
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
 from headwater.common.task import Examples, Task
@@ -144,11 +144,13 @@ def fine_tune(
         TaskFailed, TaskError: the task raised, or breaks a rule.
     """
     parameters = chosen_parameters(model, chosen.only)
-    kind = named_class(torch.optim, chosen.optimizer, torch.optim.Optimizer, but=NOT_ON_SUMS)
+    kind = optimizer_class(chosen.optimizer)
     check_steps_on_sums(kind)
     with torch.random.fork_rng(devices=[]), without_dynamo(), _only(model, parameters):
         torch.manual_seed(chosen.seed)
-        optimizer = instance_of(kind, [*parameters.values()], {"lr": chosen.learning_rate})
+        optimizer = instance_of(
+            kind, in_groups(kind, parameters.values(), model), {"lr": chosen.learning_rate}
+        )
         steps = BatchSteps(task, model, examples, optimizer, chosen.batch_size)
         best = _Best(loss=math.inf)
         best.take(steps.mean_loss(data.stop), parameters)

@@ -31,7 +31,7 @@ class LocalSteps:
         num_bytes = held_bytes(terms, num_parameters=image.layout.num_parameters)
         with self._context.memory.holding(num_bytes):
             start_P = work.start_P
-            optimizer = local_optimizer(terms, image.trainable(), rate=rate)
+            optimizer = local_optimizer(terms, image.trainable(), rate=rate, model=image.model)
             work.stepping(optimizer)
             for mean_P in work.steps(
                 StepContent(image, optimizer)

@@ -17,10 +17,10 @@ from torch import nn
 from headwater.common.errors import SettingsError
 from headwater.common.local_training.local_terms import LocalTerms
 from headwater.common.optimizers.named_optimizer import (
-    NOT_ON_SUMS,
     check_steps_on_sums,
+    in_groups,
     instance_of,
-    named_class,
+    optimizer_class,
     with_tuples,
 )
 from headwater.common.optimizers.torch_compiler_stub import without_dynamo
@@ -29,15 +29,19 @@ FLOAT_BYTES = 4
 
 
 def local_optimizer(
-    terms: LocalTerms, parameters: Iterable[nn.Parameter], *, rate: float
+    terms: LocalTerms,
+    parameters: Iterable[nn.Parameter],
+    *,
+    rate: float,
+    model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the parameters.
+    """Return a new optimizer of the parameters, which are the model's.
 
     Raises:
         SettingsError: torch has no such optimizer, or it does not take these arguments.
     """
     with without_dynamo():
-        kind = named_class(torch.optim, terms.optimizer, torch.optim.Optimizer, but=NOT_ON_SUMS)
+        kind = optimizer_class(terms.optimizer)
         check_steps_on_sums(kind)
         if "lr" in terms.arguments:
             raise SettingsError(
@@ -45,7 +49,7 @@ def local_optimizer(
                 remedy="set it by --local-learning-rate",
             )
         given = {**with_tuples(terms.arguments), "lr": rate}
-        made: torch.optim.Optimizer = instance_of(kind, list(parameters), given)
+        made: torch.optim.Optimizer = instance_of(kind, in_groups(kind, parameters, model), given)
         return made
 
 
@@ -55,8 +59,10 @@ def held_bytes(terms: LocalTerms, *, num_parameters: int) -> int:
     =====================  ==========================================
     sgd                    4 bytes per parameter
     sgd with momentum      8
-    adam, adamw            12
+    adam, adamw, muon      12
     =====================  ==========================================
+
+    Of a matrix Muon keeps 4 bytes less; they are for what its iteration holds.
 
     Raises:
         SettingsError: the optimizer cannot be made, or cannot step.
@@ -85,16 +91,19 @@ def path_length(terms: LocalTerms, num_steps: int, *, rate: float) -> float:
 
 @functools.lru_cache(maxsize=16)
 def _state_bytes(text: str) -> float:
-    """Return the optimizer's bytes of state per parameter, after two steps."""
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    optimizer = _after_steps(LocalTerms.of_text(text), parameter, num_steps=2, rate=1e-3)
-    tensors = [
-        value
-        for entries in optimizer.state.values()
-        for value in entries.values()
-        if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel()
-    ]
-    return sum(tensor.nbytes for tensor in tensors) / parameter.numel()
+    """Return the optimizer's bytes of state per parameter of a vector, or of a matrix, at most."""
+    found = []
+    for shape in ((4,), (2, 2)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer = _after_steps(LocalTerms.of_text(text), parameter, num_steps=2, rate=1e-3)
+        tensors = [
+            value
+            for entries in optimizer.state.values()
+            for value in entries.values()
+            if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel()
+        ]
+        found.append(sum(tensor.nbytes for tensor in tensors) / parameter.numel())
+    return max(found)
 
 
 @functools.lru_cache(maxsize=16)

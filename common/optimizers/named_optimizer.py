@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,6 +15,27 @@ from headwater.common.user_code.named_objects import check_arguments
 # Arguments of schedules that have no default; a step is a round.
 EXAMPLES = {"T_max": "100 (the rounds)", "step_size": "30 (rounds)", "gamma": "0.95"}
 NOT_ON_SUMS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of ``torch.optim`` by its name, ignoring case; of muon, ours.
+
+    Raises:
+        SettingsError: torch has none of this name.
+    """
+    if name.lower() == "muon":
+        from headwater.common.optimizers.muon import Muon
+
+        return Muon
+    return named_class(torch.optim, name, torch.optim.Optimizer, but=NOT_ON_SUMS)
+
+
+def in_groups(
+    kind: object, parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None
+) -> list[Any]:
+    """Return a model's parameters as an optimizer's class takes them: in its groups, if any."""
+    groups = getattr(kind, "groups", None)
+    return list(parameters) if groups is None or model is None else groups(parameters, model)
 
 
 def named_class(module: Any, name: str, base: type, *, but: Collection[type] = ()) -> type[Any]:
@@ -66,7 +87,7 @@ def instance_of(kind: type[Any], first: Any, arguments: Mapping[str, Any]) -> An
     except Exception as error:
         raise SettingsError(
             f"{kind.__name__}: {str(error) or type(error).__name__}",
-            remedy=_remedy(kind, str(error)),
+            remedy=_remedy(kind),
         ) from error
 
 
@@ -89,12 +110,7 @@ def check_steps_on_sums(kind: object) -> None:
         )
 
 
-def _remedy(kind: type[Any], error: str) -> str:
+def _remedy(kind: type[Any]) -> str:
     if not kind.__module__.startswith("torch."):
         return "correct the class, or its arguments"
-    if "2D" in error:  # Muon
-        return (
-            "the model has biases or other tensors that are no matrices: choose adamw, or write an "
-            "optimizer that steps each kind in its way (docs/extend.md)"
-        )
     return "see its page in torch's docs for its arguments"

@@ -32,7 +32,7 @@ class OptimizerSettings(Branch):
 
     name: Name | None = setting(
         None,
-        "class of torch.optim, or FILE.py:NAME of yours; not set: adam, sgd with local steps",
+        "class of torch.optim, muon, or FILE.py:NAME of yours; not set: adam, sgd with local steps",
         "--optimizer",
         short=True,
     )
@@ -181,7 +181,8 @@ class LocalSettings(Branch):
     )
     optimizer: Name | None = setting(
         None,
-        "class of torch.optim for the local steps; not set: sgd, adamw with fedavgm and diloco",
+        "class of torch.optim, or muon (docs/local.md), for the local steps; not set: sgd, adamw "
+        "with fedavgm and diloco",
         "--local-optimizer",
     )
     arguments: dict[str, bool | int | float | list[float]] = setting(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from headwater.common.errors import SettingsError
 from headwater.common.optimizers.named_optimizer import (
-    NOT_ON_SUMS,
     check_steps_on_sums,
+    in_groups,
     instance_of,
     named_class,
+    optimizer_class,
     with_tuples,
 )
 from headwater.common.settings import schema as settings
@@ -107,7 +108,7 @@ def kind_of(name: str) -> Kind:
         SettingsError: there is none, or it is neither.
     """
     if ":" not in name:
-        return named_class(torch.optim, name, torch.optim.Optimizer, but=NOT_ON_SUMS)
+        return optimizer_class(name)
     found = find_named(name, what="optimizer")
     if isinstance(found, torch.optim.Optimizer):
         kind_name, rate = type(found).__name__, found.defaults.get("lr")
@@ -149,9 +150,12 @@ def _takes_two(function: Any) -> bool:
 
 
 def new_optimizer(
-    kind: Kind, parameters: list[torch.nn.Parameter], chosen: settings.OptimizerSettings
+    kind: Kind,
+    parameters: list[torch.nn.Parameter],
+    chosen: settings.OptimizerSettings,
+    model: torch.nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the parameters.
+    """Return a new optimizer of the parameters, which are the model's.
 
     Raises:
         SettingsError: its arguments are wrong, or it cannot step on a sum of gradients.
@@ -165,7 +169,7 @@ def new_optimizer(
     if not isinstance(kind, type):
         return RuleOptimizer(parameters, kind, lr=chosen.rate, arguments=arguments)
     given = {**arguments, "lr": chosen.rate}
-    optimizer: torch.optim.Optimizer = instance_of(kind, parameters, given)
+    optimizer: torch.optim.Optimizer = instance_of(kind, in_groups(kind, parameters, model), given)
     return optimizer
 
 

@@ -75,7 +75,7 @@ class ServerOptimizer:
         if not isinstance(kind, type):  # a rule takes the whole vector
             self._parameters = [torch.nn.Parameter(image.values_P)]
             self._spans = ((0, image.layout.num_parameters),)
-        self._optimizer = new_optimizer(kind, self._parameters, optimizer)
+        self._optimizer = new_optimizer(kind, self._parameters, optimizer, image.model)
         to_training(self._optimizer)
         self._scheduler = new_scheduler(self._optimizer, schedule)
         if schedule.batch_scaling != "none" and isinstance(self._optimizer, RATE_IS_NO_FACTOR):
@@ -268,7 +268,7 @@ class ServerOptimizer:
                 state.setdefault(int(index), {})[key] = value
             if is_changed:
                 assert before is not None
-                old = new_optimizer(self._kind, self._parameters, before[0])
+                old = new_optimizer(self._kind, self._parameters, before[0], self._image.model)
                 advance(new_scheduler(old, before[1]), num_steps)
                 advance(self._scheduler, num_steps)
                 check_change(self._kind, before, self._chosen, old=old, new=self._optimizer)

@@ -32,7 +32,7 @@ class CorrectedRounds(RunFeature):
             )
         if algorithm is None:
             terms = local_terms(local, run.settings.plan)
-            local_optimizer(terms, run.image.trainable(), rate=local.rate)
+            local_optimizer(terms, run.image.trainable(), rate=local.rate, model=run.image.model)
         self._run, self._rates = run, LocalRates(local, run.settings.local_schedule)
 
     def check(self) -> None:

@@ -220,8 +220,9 @@ def test_a_pull_that_grows_with_each_step_is_refused(tmp_path: Path) -> None:
     [
         LocalTerms(optimizer="sgd", arguments={"momentum": 0.9, "nesterov": True}, proximal=0.1),
         LocalTerms(optimizer="adamw", arguments={"betas": [0.9, 0.95], "weight_decay": 0.01}),
+        LocalTerms(optimizer="muon", arguments={"momentum": 0.9, "nesterov": False}),
     ],
-    ids=["sgd", "adamw"],
+    ids=["sgd", "adamw", "muon"],
 )
 def test_usual_local_optimizers_are_not(tmp_path: Path, how: LocalTerms) -> None:
     members = Members(tmp_path)

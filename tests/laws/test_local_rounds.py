@@ -294,7 +294,7 @@ def test_under_masks_every_device_takes_the_same_number_of_steps() -> None:
     assert plans["three"].quota < plans["one"].quota
 
 
-@pytest.mark.parametrize(("optimizer", "each"), [("sgd", 4), ("adamw", 12)])
+@pytest.mark.parametrize(("optimizer", "each"), [("sgd", 4), ("adamw", 12), ("muon", 12)])
 def test_the_memory_of_the_local_optimizer_is_priced_in(optimizer: str, each: int) -> None:
     # TwoLayers has few parameters; a byte per example and a limit to match show them.
     num_parameters = build_model(TwoLayers(), seed=0).layout.num_parameters

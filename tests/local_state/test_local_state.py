@@ -19,6 +19,7 @@ from headwater.common.errors import ProtocolMismatch, SettingsError
 from headwater.common.local_state.terms import ScaffoldTerms
 from headwater.common.local_training.terms import LocalPlan
 from headwater.common.model.local_state import LocalStore
+from headwater.common.optimizers.muon import Muon
 from headwater.common.settings.schema import Settings
 from headwater.common.terms import named
 from headwater.server.local_training.local_round import local_round
@@ -53,6 +54,7 @@ OPTIMIZERS: Mapping[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optim
         lambda of: torch.optim.SGD(of, lr=RATE, momentum=0.5, nesterov=True),
     ),
     "adamw": ({"local.optimizer": "adamw"}, lambda of: torch.optim.AdamW(of, lr=RATE)),
+    "muon": ({"local.optimizer": "muon"}, lambda of: Muon(of, lr=RATE)),
 }
 
 
@@ -63,7 +65,7 @@ def test_a_kept_optimizer_is_that_of_a_plain_loop(case: str) -> None:
     run = headwater.simulate(Signs, **given, algorithm="client-momentum")
     expected = kept_optimizers([EVERYBODY] * 4, make)
     # AdamW divides by the root of a mean of squares, which begins at nothing.
-    atol = 2e-4 if case == "adamw" else 2e-6
+    atol = 2e-4 if case in ("adamw", "muon") else 2e-6
     torch.testing.assert_close(vector(run.model), expected, rtol=2e-5, atol=atol)
 
 

@@ -57,6 +57,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "cohort": {"size": 2},
         "optimizer": {"name": "AdamW", "arguments": {"betas": [0.8, 0.9], "amsgrad": True}},
     },
+    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.01}},
     "planned": {"plan": {"effective_batch_size": 30}},
     "local steps": {
         "plan": {"accumulation_steps": 2, "micro_batch_size": 2},

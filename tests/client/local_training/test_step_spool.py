@@ -22,6 +22,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "momentum": {"arguments": {"momentum": 0.9}},
     "adamw": {"optimizer": "adamw"},
     "rprop": {"optimizer": "rprop"},
+    "muon": {"optimizer": "muon"},
     "proximal": {"proximal": 0.5, "is_normalized": True},
 }
 

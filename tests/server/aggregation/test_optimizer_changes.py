@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwater.common.errors import SettingsError
 from headwater.common.model.parameters import ModelImage, build_model
+from headwater.common.optimizers.named_optimizer import optimizer_class
 from headwater.common.settings.schema import OptimizerSettings, ScheduleSettings
 from headwater.server.aggregation.server_optimizer import ServerOptimizer
 from tests.tasks import TwoLayers
@@ -54,6 +55,7 @@ def resumed(
         ("SGD", {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True, "lr": 0.003}),
         ("SGD", {}, {"momentum": 0.9, "weight_decay": 0.01}),
         ("RMSprop", {}, {"lr": 0.003}),
+        ("Muon", {"momentum": 0.9}, {"momentum": 0.5, "lr": 0.003}),
     ],
 )
 def test_a_changed_setting_gives_the_bits_of_torch_s_own_changed_groups(
@@ -65,8 +67,7 @@ def test_a_changed_setting_gives_the_bits_of_torch_s_own_changed_groups(
 
     image, optimizer = resumed((settings(was), {}), (settings(now), {}))
     plain = copy.deepcopy(build_model(TwoLayers(), seed=0).model)
-    kind = getattr(torch.optim, name)
-    own = kind(plain.parameters(), **{"lr": 0.05, **was})
+    own = optimizer_class(name)(plain.parameters(), **{"lr": 0.05, **was})
     for number, mean_P in enumerate(means(image, NUM_DONE + 2)):
         if number == NUM_DONE:
             own.param_groups[0].update(now)
