@@ -21,7 +21,12 @@ class LoadedModel:
         """The run and the version of the server's model that is loaded; None: another."""
         self.frozen_source: tuple[Tensor, Fingerprint] | None = None
         """The server's frozen part, where it is in the memory of this machine: in a simulation."""
-        self._own_digest = _digest_of(image)  # a second model would be as many bytes again
+        digest = hashlib.sha256(image.buffer())
+        self.built_id = digest.hexdigest()
+        """The SHA-256 of the parameters as the task built them, in hexadecimal."""
+        self._own_digest = _with_frozen(
+            digest, image
+        )  # a second model would be as many bytes again
 
     def load(self, run_id: int, version: int, image: memoryview | bytes) -> None:
         """Load the server's parameters unless this version of them is loaded already.
@@ -75,11 +80,10 @@ class LoadedModel:
 
     def is_own(self) -> bool:
         """Whether the model is the one that the task builds here, not one of the server's."""
-        return _digest_of(self.image) == self._own_digest
+        return _with_frozen(hashlib.sha256(self.image.buffer()), self.image) == self._own_digest
 
 
-def _digest_of(image: ModelImage) -> bytes:
-    """Return the SHA-256 of the image's memory as it is now."""
-    digest = hashlib.sha256(image.buffer())
+def _with_frozen(digest: hashlib._Hash, image: ModelImage) -> bytes:
+    """Return the SHA-256 of parameters and frozen part, of which the parameters are in it."""
     digest.update(image.frozen_U8.numpy().data)
     return digest.digest()

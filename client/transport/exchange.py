@@ -63,7 +63,9 @@ class Exchange:
 
     def __init__(self, node: Node, write: Write) -> None:
         """``write`` writes to the current stream, and may raise ``StreamBroken``."""
-        self.image_id = ""
+        self.image_id = hashlib.sha256(node.trainer.image.buffer()).hexdigest()
+        """The model in the trainer's memory; at first the one that the device itself has built,
+        which a run that begins with it need not send. Empty while another one arrives."""
         self.became_idle = asyncio.Event()
         """Set when an answer has arrived at the server; the waiting task clears it."""
         self._node = node

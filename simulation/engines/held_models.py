@@ -11,11 +11,22 @@ from headwater.common.flower.sent_model import FindDifference, SentModel
 class HeldModels:
     """The models that devices were last sent, by the devices' names.
 
-    In the simulator all devices share one model's memory, and no bytes travel.
+    A device begins with the model that it built by its task and seed: where the run begins with the
+    same, none is sent. In the simulator all devices share one model's memory, and no bytes travel.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, built_id: str) -> None:
+        """``built_id`` is the SHA-256 of what devices build."""
+        self._built_id = built_id
+        self._has_moved = False
+        """Whether the model is another one than devices build."""
         self._held: dict[str, str] = {}
+
+    def sent_whole(self, num_devices: int, model: memoryview | bytes) -> int:
+        """Return the bytes of a model that goes to some devices whole, if they did not build it."""
+        if not self._has_moved:
+            self._has_moved = hashlib.sha256(model).hexdigest() != self._built_id
+        return num_devices * len(model) if self._has_moved else 0
 
     def sent(self, names: Iterable[str], image: SentModel) -> int:
         """Note that devices are sent a model; return the bytes, which differences make fewer."""
@@ -29,7 +40,7 @@ class HeldModels:
         self, name: str, image_id: str, whole_bytes: int, difference_from: FindDifference
     ) -> int:
         """Do the same for one device, and a model of this digest and length."""
-        held = self._held.get(name, "")
+        held = self._held.get(name, self._built_id)
         self._held[name] = image_id
         if held == image_id:
             return 0

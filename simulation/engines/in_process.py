@@ -94,10 +94,10 @@ class LocalFleet:
 
     @cached_property
     def _held(self) -> HeldModels:
-        """What devices were last sent, where differences go down."""
+        """What devices were last sent."""
         from headwater.simulation.engines.held_models import HeldModels
 
-        return HeldModels()
+        return HeldModels(self._devices.trainer.loaded_model.built_id)
 
     @property
     def can_repeat_rounds(self) -> bool:
@@ -173,8 +173,10 @@ class LocalFleet:
                 )
             called = called.some(np.flatnonzero(~vanished))
         is_whole = self._settings.compression.down == "off"
-        model_bytes = len(plans) * image.layout.num_bytes
-        self._bytes_down += model_bytes if is_whole else self._held.sent(plans, image)
+        if is_whole:
+            self._bytes_down += self._held.sent_whole(len(plans), image.buffer())
+        else:
+            self._bytes_down += self._held.sent(plans, image)
         self._bytes_down += sum(PlanTable.of(plans).of_each(_tensor_bytes))
         self._note(called.names, "computing")
         for answer in self._compute.train(

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -103,7 +104,6 @@ class InProcessGrid(HeadwaterGrid):
         self._waiting: dict[str, Message] = {}
         self._bytes_up = 0
         self._bytes_down = 0
-        self._held = HeldModels()
         self._difference_from: FindDifference | None = None
         self._image_id = ""
         """The digest of the model that goes out."""
@@ -116,6 +116,10 @@ class InProcessGrid(HeadwaterGrid):
         self._under_way: list[tuple[float, int, Message]] = []
         """Replies to dispatched plans, a heap by their virtual time and the order of the plans."""
         self._num_dispatched = 0
+
+    @cached_property
+    def _held(self) -> HeldModels:
+        return HeldModels(run_trainer(self._settings).loaded_model.built_id)
 
     def name_of(self, node_id: int) -> str | None:
         return self._identities.name(node_id - FIRST_NODE_ID)
@@ -238,8 +242,10 @@ class InProcessGrid(HeadwaterGrid):
         """Return a message's bytes on the wire, where a model may go as a difference."""
         num_bytes, model = _num_bytes(message.content), records.vector(message.content)
         difference_from, kind = self._difference_from, message.metadata.message_type
-        if difference_from is None or model is None or kind != TRAIN:
+        if model is None or kind != TRAIN:
             return num_bytes
+        if difference_from is None:
+            return num_bytes - len(model) + self._held.sent_whole(1, model)
         self._image_id = self._image_id or hashlib.sha256(model).hexdigest()
         sent = self._held.sent_to(name, self._image_id, len(model), difference_from)
         return num_bytes - len(model) + sent

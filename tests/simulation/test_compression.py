@@ -64,7 +64,7 @@ def test_without_feedback_the_model_is_another(tmp_path: Path) -> None:
 def test_update_and_model_in_int8_take_a_fraction_of_the_bytes_from_the_first_round(
     tmp_path: Path,
 ) -> None:
-    plain = simulate(tmp_path / "plain", rounds=1)[0]
+    plain = simulate(tmp_path / "plain", rounds=2)[1]  # the first model is not sent
     small = simulate(tmp_path / "small", rounds=2, compression__up="int8", compression__down="int8")
     assert small[0].bytes_down < 0.4 * plain.bytes_down  # 9 bits of 32
     assert small[1].bytes_down < 0.4 * plain.bytes_down  # the first steps are coarse
@@ -76,7 +76,7 @@ def test_devices_that_missed_rounds_are_sent_little_more_than_one_difference(
 ) -> None:
     """Six devices, two in a round: most of them hold a model that is some rounds old."""
     chosen: dict[str, Any] = {"simulation__clients": 6, "cohort__size": 2, "rounds": 12}
-    plain = simulate(tmp_path / "plain", **chosen | {"rounds": 1})[0]
+    plain = simulate(tmp_path / "plain", **chosen | {"rounds": 2})[1]
     rows = simulate(tmp_path / "down", **chosen, compression__down="int8")
     assert {row.num_clients for row in rows} == {2}
     late = rows[6:]
@@ -148,13 +148,26 @@ RANDOM: dict[str, Any] = {"compression__up": "random-k", "compression__fraction"
 SEMI_HONEST: dict[str, Any] = {"secure__aggregation": "semi-honest"}
 
 
+@pytest.mark.parametrize("masked", [{}, SEMI_HONEST])
+@pytest.mark.parametrize("down", ["off", "int4"])
+def test_a_first_model_that_devices_cannot_build_is_sent(
+    tmp_path: Path, masked: dict[str, Any], down: str
+) -> None:
+    chosen: dict[str, Any] = masked | {"rounds": 1, "compression__down": down}
+    (built,) = simulate(tmp_path / "built", **chosen)
+    file = str(tmp_path / "built" / MODEL)
+    (loaded,) = simulate(tmp_path / "loaded", **chosen, model__initial=file)
+    difference = loaded.bytes_down - built.bytes_down
+    assert difference == pytest.approx(4 * 38_440, abs=100)
+
+
 def test_masked_rounds_send_the_model_as_a_difference(tmp_path: Path) -> None:
     chosen: dict[str, Any] = SEMI_HONEST | {"rounds": 3}
     plain = simulate(tmp_path / "plain", **chosen)
     rows = simulate(tmp_path / "down", **chosen, compression__down="int4")
     saved = [whole.bytes_down - row.bytes_down for whole, row in zip(plain, rows, strict=True)]
     num_values = 9_610
-    # The first model goes whole; a run's random number is some digits longer in one run's texts.
+    # Of the first model nothing is sent; a run's random number is some digits longer in one run.
     assert abs(saved[0]) < 100
     for each in saved[1:]:  # of four devices; the texts of plans differ by some bytes
         assert each == pytest.approx(
@@ -267,7 +280,8 @@ def test_low_rank_updates_train_in_few_bytes(tmp_path: Path, values: str, share:
     small = simulate(tmp_path / "small", **rounds, **LOW_RANK, compression__values=values)
     assert small[-1].metrics["test_accuracy"] > plain[-1].metrics["test_accuracy"] - 0.04
     assert sum(row.bytes_up for row in small) < share * sum(row.bytes_up for row in plain)
-    columns = [row.bytes_down - 4 * 38_440 for row in small[:2]]  # of four devices
+    # Of four devices; the first model they have built.
+    columns = [small[0].bytes_down, small[1].bytes_down - 4 * 38_440]
     assert columns == [4 * 8 * 64 // 2, 4 * 8 * 128 // 2]
 
 
@@ -305,6 +319,9 @@ def test_devices_over_grpc_send_the_bits_that_simulated_devices_send(
 ) -> None:
     """Some of four devices are in a round, so that others miss one and hold an older model."""
     chosen = {"compression__down": "int8", **chosen}
-    simulate(tmp_path / "calls", **chosen)
-    simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
+    calls = simulate(tmp_path / "calls", **chosen)
+    wire = simulate(tmp_path / "wire", **chosen, simulation__engine="grpc")
     assert torch.equal(model(tmp_path / "calls"), model(tmp_path / "wire"))
+    # A model has 38,440 bytes; the texts of plans and of masks have fewer.
+    down = [abs(one.bytes_down - other.bytes_down) for one, other in zip(calls, wire, strict=True)]
+    assert max(down) < 20_000

@@ -39,7 +39,7 @@ class Device:
         settings = load(None, {"task": TASK, "check_task": False})
         self.image = trainer.image
         self.exchange = Exchange(Node(app, trainer, identity, settings, folder), no_stream)
-        self.exchange.image_id = _id(self.image.buffer())
+        assert self.exchange.image_id == _id(self.image.buffer())  # as the task built it
         self.next_P = self.image.values_P.clone()
         data = move_towards(self.next_P, self.next_P + torch.randn(len(self.next_P)), "bfloat16")
         assert data is not None
