@@ -27,7 +27,7 @@ class Muon(torch.optim.AdamW):
     """AdamW, but for the matrices of parameter groups that say no other (``groups``).
 
     A tensor of more than two dimensions, as of a convolution, is a matrix of its first dimension's
-    rows.
+    rows. With ``num_stacked`` 1 in a group the first dimension counts matrices.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Muon(torch.optim.AdamW):
             raise ValueError(f"Invalid momentum value: {momentum}")
         for group in self.param_groups:
             group.setdefault(IS_MATRIX, True)
+            group.setdefault("num_stacked", 0)
             group |= {"momentum": momentum, "nesterov": nesterov}
 
     @staticmethod
@@ -72,7 +73,9 @@ class Muon(torch.optim.AdamW):
             (group, parameter, parameter.grad)
             for group in self.param_groups
             for parameter in group["params"]
-            if group[IS_MATRIX] and parameter.dim() > 1 and parameter.grad is not None
+            if group[IS_MATRIX]
+            and parameter.dim() > 1 + group["num_stacked"]
+            and parameter.grad is not None
         ]
         for group, parameter, gradient in matrices:
             self._step_matrix(group, parameter, gradient)
@@ -89,18 +92,19 @@ class Muon(torch.optim.AdamW):
         momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         momentum.lerp_(gradient, 1 - group["momentum"])
         chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        direction = orthogonal(chosen.flatten(1))
-        size: float = ADAMW_SIZE * max(direction.shape) ** 0.5
+        direction = orthogonal(chosen.flatten(1 + group["num_stacked"]))
+        size: float = ADAMW_SIZE * max(direction.shape[-2:]) ** 0.5
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(direction.view_as(parameter), alpha=-group["lr"] * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrix: singular values from 0.7 to 1.2, by iteration."""
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=EPSILON)
+    """Return about the nearest orthogonal matrices [..., M, N]: singular values near 1."""
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if is_tall else matrix
+    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=EPSILON)
     for _ in range(ITERATIONS):
-        square = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(square, square, square, beta=B, alpha=C), wide, beta=A)
-    return wide.T if is_tall else wide
+        square = wide @ wide.mT
+        wide = A * wide + (B * square + C * (square @ square)) @ wide
+    result: Tensor = wide.mT if is_tall else wide
+    return result

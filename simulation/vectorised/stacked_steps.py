@@ -33,6 +33,7 @@ from headwater.simulation.vectorised.round_columns import (
 )
 from headwater.simulation.vectorised.stacked_model import StackedModel
 from headwater.simulation.vectorised.stacked_optimizer import (
+    RowTensors,
     StackedOptimizer,
     moves_without_gradient,
     steps_each_row_alone,
@@ -150,7 +151,13 @@ class StackedSteps:
             UnsupportedBatch: torch.func cannot run the task on these examples.
         """
         stack = _Stack(columns, rows, start_P, most=at_once)
-        optimizer = StackedOptimizer(self._terms, stack.values_RP, stack.gradients_RP, rate=rate)
+        image = self._trainer.image
+        tensors = RowTensors(
+            model=image.model, parameters=image.trainable(), spans=image.layout.spans
+        )
+        optimizer = StackedOptimizer(
+            self._terms, stack.values_RP, stack.gradients_RP, tensors, rate=rate
+        )
         for number in range(int(stack.num_steps.max())):
             num_rows = int(np.count_nonzero(stack.num_steps > number))
             weights_R = torch.zeros(num_rows, 1)
