@@ -1,13 +1,14 @@
 """Bytes to a loss: a small language model on six devices, whose texts are unlike each other.
 
-A byte-level transformer of 0.18 M parameters is trained for 2,400 local steps of AdamW on each
-device, H of them a round, on texts that installed packages bring: Python code, its documentation,
-licences, C++ headers, tables of character sets, and stubs of types. ``float32`` sends vectors and
-models whole, with the outer step and the local rate that were best of a few; the others take the
-same ones, and as many tokens, in fewer bits and longer rounds.
+A byte-level transformer of 0.18 M parameters is trained for 2,400 local steps on each device, H of
+them a round, on texts that installed packages bring: Python code, its documentation, licences, C++
+headers, tables of character sets, and stubs of types. ``float32_h30`` sends vectors and models
+whole, with AdamW, the outer step and the local rate that were best of a few; the others take the
+same ones, and as many tokens, in fewer bits and longer rounds. ``muon_...`` do the same with Muon.
 
 ``loss`` is the mean over seeds of the final loss on text that no device has, in nats a byte;
-``bytes`` what was sent, up and down, as a share of float32's; ``over`` the loss over float32's.
+``bytes`` what was sent, up and down, as a share of float32's; ``over`` the loss over float32's, and
+``over_muon`` over that of ``muon_float32_h30``, if it is among the ways.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 CONTEXT, WIDTH, NUM_LAYERS, VOCABULARY = 64, 64, 3, 256
 TEXT_BYTES, TEST_EXAMPLES = 400_000, 100
 LOCAL_STEPS, BATCH_SIZE = 2400, 8
-RATE = 8e-3  # at first; it falls as a cosine
+RATE, MUON_RATE = 8e-3, 16e-3  # at first; they fall as a cosine
 SEEDS = (0, 1, 2)
 
 
@@ -121,6 +122,7 @@ def rounds_of(
     rank: int | None = None,
     values: str = "bfloat16",
     masked: bool = False,
+    muon: bool = False,
     **outer: float,
 ) -> dict[str, Any]:
     """Return the settings of rounds of H local steps, sent in few bits both ways.
@@ -147,10 +149,12 @@ def rounds_of(
             "compression.up": "off",
         }
         sent |= {"cohort.size": 6, "plan.accumulation_steps": 1, "local.batch_size": None}
+    if muon:
+        given |= {"local.optimizer": "muon", "local.learning_rate": MUON_RATE}
     return given | sent
 
 
-FLOAT32 = "float32_h30"
+FLOAT32, MUON = "float32_h30", "muon_float32_h30"
 WAYS: dict[str, dict[str, Any]] = {
     FLOAT32: rounds_of(30),
     "averaging_h30": rounds_of(30, momentum=0.0),
@@ -169,6 +173,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "rank16_h120": rounds_of(120, "int1", rank=16, values="int4"),
     "masked_h120": rounds_of(120, "int2", masked=True),
     "masked_h240": rounds_of(240, "int1", masked=True),
+    MUON: rounds_of(30, muon=True),
+    "muon_int4_h30": rounds_of(30, "int4", muon=True),
+    "muon_int4_h60": rounds_of(60, "int4", muon=True),
+    "muon_int2_h120": rounds_of(120, "int2", muon=True),
+    "muon_masked_h120": rounds_of(120, "int2", masked=True, muon=True),
+    "muon_masked_h240": rounds_of(240, "int1", masked=True, muon=True),
 }
 
 
@@ -202,7 +212,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, metavar="WAY")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     flags = parser.parse_args()
-    ways = {name: WAYS[name] for name in dict.fromkeys([FLOAT32, *flags.ways])}
+    first = [FLOAT32, *([MUON] if any(name.startswith("muon") for name in flags.ways) else [])]
+    ways = {name: WAYS[name] for name in dict.fromkeys([*first, *flags.ways])}
     if flags.quick:
         ways = {name: way | {"rounds": 1, "local.steps": 2} for name, way in list(ways.items())[:2]}
     figures: Figures = {}
@@ -213,6 +224,8 @@ def main() -> None:
         figures[name] = {"loss": loss, "least": min(losses), "most": max(losses), "sent": sent}
         figures[name]["bytes"] = sent / figures[FLOAT32]["sent"]
         figures[name]["over"] = loss / figures[FLOAT32]["loss"] - 1
+        if MUON in figures:
+            figures[name]["over_muon"] = loss / figures[MUON]["loss"] - 1
         log.info("%s", json.dumps({name: figures[name]}))
         print(json.dumps({name: figures[name]}), flush=True)
     report(figures, as_json=flags.json, doc=__doc__)
