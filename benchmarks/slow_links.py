@@ -5,7 +5,8 @@ namespace behind 5 Mbit/s up and 50 down (root, ip and tc). All take the same lo
 on 8 examples, H of them a round, its rate falling as a cosine. ``float32`` and the ways in few bits
 are Headwater's server and devices over gRPC; ``flower`` is ``flwr.serverapp.strategy.FedAvg`` by
 Flower's SuperLink and SuperNodes, whose processes are forked with torch loaded: one for each
-message is Flower's way. Few bits get a quarter more local steps, to reach the same loss.
+message is Flower's way. Few bits get a quarter more local steps, to reach the same loss, and those
+of Muon in place of AdamW fewer.
 
 ``seconds`` is from the first round's plans until the server's test first shows ``target``, the loss
 of ``float32`` at nine tenths of its rounds; ``times`` how many times sooner that is than Flower.
@@ -26,12 +27,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 
-from benchmarks.bytes_to_loss import RATE, Texts
+from benchmarks.bytes_to_loss import MUON_RATE, RATE, Texts
 from benchmarks.measure import Figures, argument_parser, report
 from tests import fork_server
 from tests.chaos.machines import Namespace, namespace
@@ -42,14 +44,26 @@ UP_BITS, DOWN_BITS = 5_000_000, 50_000_000
 NUM_DEVICES, BATCH_SIZE, LOCAL_STEPS = 4, 8, 1200
 TEST_EVERY = 5  # of the test's examples: its time is no device's
 FLOAT32, FLOWER = "float32_h30", "flower_h30"
-MORE = 1.25  # times the local steps where numbers are sent in few bits
-# H, and how numbers are sent both ways.
-WAYS: dict[str, tuple[int, str | None]] = {
-    FLOAT32: (30, None),
-    FLOWER: (30, None),
-    "int4_h30": (30, "int4"),
-    "int2_h60": (60, "int2"),
-    "int2_h120": (120, "int2"),
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """H, how numbers are sent, all local steps as a multiple of float32's, and the optimizer."""
+
+    steps: int = 30
+    bits: str | None = None
+    times: float = 1.0
+    muon: bool = False
+
+
+WAYS = {
+    FLOAT32: Way(),
+    FLOWER: Way(),
+    "int4_h30": Way(bits="int4", times=1.25),
+    "int2_h60": Way(steps=60, bits="int2", times=1.25),
+    "int2_h120": Way(steps=120, bits="int2", times=1.25),
+    "muon_int4_h30": Way(bits="int4", times=0.35, muon=True),
+    "muon_int2_h60": Way(steps=60, bits="int2", times=0.4, muon=True),
 }
 APP = """
 import json, pickle, time
@@ -171,9 +185,10 @@ def homes() -> Iterator[list[Namespace]]:
         ]
 
 
-def headwater_rows(steps: int, bits: str | None, num_rounds: int) -> list[Row]:
+def headwater_rows(way: Way, num_rounds: int) -> list[Row]:
     """Run our server and devices."""
-    compress = [] if bits is None else ["--compress", bits, "--compress-down", bits]
+    compress = [] if way.bits is None else ["--compress", way.bits, "--compress-down", way.bits]
+    inside = ("muon", MUON_RATE) if way.muon else ("adamw", RATE)
     task = "benchmarks.slow_links:HomeTexts"
     with (
         tempfile.TemporaryDirectory() as name,
@@ -183,8 +198,8 @@ def headwater_rows(steps: int, bits: str | None, num_rounds: int) -> list[Row]:
         port, out = free_port(), Path(name) / "out"
         server = processes.server(
             *("--listen", f"0.0.0.0:{port}", "--plain-text", "--min-clients", NUM_DEVICES),
-            *("--rounds", num_rounds, "--algorithm", "fedavgm", "--local-steps", steps),
-            *("--local-learning-rate", RATE, *compress),
+            *("--rounds", num_rounds, "--algorithm", "fedavgm", "--local-steps", way.steps),
+            *("--local-optimizer", inside[0], "--local-learning-rate", inside[1], *compress),
             *("--local-schedule", "CosineAnnealingLR"),
             *("--local-schedule-argument", f"T_max={num_rounds}"),
             *("--optimizer", "sgd", "--learning-rate", 1, "--optimizer-argument", "momentum=0.3"),
@@ -351,14 +366,10 @@ def main() -> None:
     given = parser.parse_args()
     of_ways: dict[str, list[Row]] = {}
     for name in dict.fromkeys([FLOAT32, *given.ways]):
-        steps, bits = WAYS[name]
-        num_steps = LOCAL_STEPS if bits is None else round(MORE * LOCAL_STEPS)
-        num_rounds = 2 if given.quick else num_steps // steps
-        steps = 2 if given.quick else steps
+        way = replace(WAYS[name], steps=2) if given.quick else WAYS[name]
+        num_rounds = 2 if given.quick else round(way.times * LOCAL_STEPS) // way.steps
         is_flower = name == FLOWER
-        found = (
-            flower_rows(steps, num_rounds) if is_flower else headwater_rows(steps, bits, num_rounds)
-        )
+        found = flower_rows(way.steps, num_rounds) if is_flower else headwater_rows(way, num_rounds)
         of_ways[name] = found
         print(json.dumps({name: found[-1]}), file=sys.stderr, flush=True)
     baseline = of_ways[FLOAT32]

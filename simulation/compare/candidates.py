@@ -13,6 +13,7 @@ from headwater.simulation.compare.flags import CHOSEN
 from headwater.simulation.sweep.grid import Point
 
 ALGORITHM, EPOCHS, LOCAL_RATE = "local.algorithm", "local.epochs", "local.learning_rate"
+INSIDE = "local.optimizer"
 SERVER_RATE = "optimizer.learning_rate"
 LOCAL, SERVER = "local", "optimizer"
 UP, DOWN = "compression.up", "compression.down"
@@ -93,12 +94,14 @@ def candidates(server: OptimizerSettings, *, few_bytes: bool) -> tuple[Candidate
         "scaffold E=1": {ALGORITHM: "scaffold", EPOCHS: 1},
         "client-momentum E=1": {ALGORITHM: "client-momentum", EPOCHS: 1},
         "fedavgm": {ALGORITHM: "fedavgm"},
+        "fedavgm muon": {ALGORITHM: "fedavgm", INSIDE: "muon"},
         "diloco": {ALGORITHM: "diloco"},
     }
     if few_bytes:
         exact["exact int8"] = {ALGORITHM: "exact", UP: "int8", DOWN: "int8"}
         for bits in ("int4", "int2"):
-            local[f"fedavgm {bits}"] = {ALGORITHM: "fedavgm", UP: bits, DOWN: bits}
+            for name in ("fedavgm", "fedavgm muon"):
+                local[f"{name} {bits}"] = {**local[name], UP: bits, DOWN: bits}
         local["fedavgm low-rank"] = {ALGORITHM: "fedavgm", UP: "low-rank", DOWN: "int4"}
     return (
         *(
@@ -116,7 +119,9 @@ def candidates(server: OptimizerSettings, *, few_bytes: bool) -> tuple[Candidate
                 name=name,
                 point=point,
                 rate_key=LOCAL_RATE,
-                first_rate=LocalSettings(algorithm=point[ALGORITHM]).rate,
+                first_rate=LocalSettings(
+                    algorithm=point[ALGORITHM], optimizer=point.get(INSIDE)
+                ).rate,
                 other_branch=SERVER,
             )
             for name, point in local.items()

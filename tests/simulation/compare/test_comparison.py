@@ -22,7 +22,7 @@ from headwater.simulation.sweep.worker import RESULT
 TASK = "tests/tasks.py:TwoLayers"
 NAMES = [
     *("exact", "fedavg E=1", "fedavg E=5", "fedprox E=5"),
-    *("scaffold E=1", "client-momentum E=1", "fedavgm", "diloco"),
+    *("scaffold E=1", "client-momentum E=1", "fedavgm", "fedavgm muon", "diloco"),
 ]
 
 
@@ -109,7 +109,14 @@ def test_an_algorithm_that_the_settings_refuse_is_not_compared(
 @pytest.mark.parametrize(
     ("budget", "changes", "more"),
     [
-        ("bytes", {}, {"exact int8", "fedavgm int4", "fedavgm int2", "fedavgm low-rank"}),
+        (
+            "bytes",
+            {},
+            {
+                *("exact int8", "fedavgm int4", "fedavgm int2", "fedavgm low-rank"),
+                *("fedavgm muon int4", "fedavgm muon int2"),
+            },
+        ),
         ("seconds", {"secure.aggregation": "semi-honest"}, {"fedavgm low-rank"}),
         ("bytes", {"compression.up": "int8"}, set()),
         ("examples", {}, set()),
@@ -146,7 +153,7 @@ def test_every_run_ends_once_and_its_standing_says_what_the_search_cost(tmp_path
     ended = end_all(found, nearness)
     assert len(ended) == len({run.folder for run in ended}) == found.num_expected
     standings = found.standings()
-    assert [one.rate for one in standings] == [0.01, *[0.1] * 5, 0.001, 0.001]
+    assert [one.rate for one in standings] == [0.01, *[0.1] * 5, *[0.001] * 3]
     for one in standings:
         assert len(one.tried) == 3
         assert one.search_cost == {"rounds": 9, "bytes": 900, "examples": 72, "seconds": 4.5}
@@ -175,14 +182,14 @@ def test_a_quick_comparison_goes_on_with_the_better_half_after_all_searches(tmp_
     due = found.due()
     assert {run.seed for run in due} == {0, 1}
     assert [run.point["local.algorithm"] for run in due[::2]] == [
-        *("exact", "client-momentum", "fedavgm", "diloco")
+        *("exact", "client-momentum", "fedavgm", "fedavgm", "diloco")
     ]
     for run in due:
         end(run, nearness(run))
     assert not found.due()
-    assert len(found.results()) == found.num_expected == 3 * 8 + 2 * 4
-    assert found.num_expected_rounds == 3 * 8 * 3 + 2 * 4 * 9
-    assert [bool(one.runs) for one in found.standings()] == [True] + [False] * 4 + [True] * 3
+    assert len(found.results()) == found.num_expected == 3 * 9 + 2 * 5
+    assert found.num_expected_rounds == 3 * 9 * 3 + 2 * 5 * 9
+    assert [bool(one.runs) for one in found.standings()] == [True] + [False] * 4 + [True] * 4
 
 
 def test_a_quick_comparison_has_two_that_stand_at_the_least(tmp_path: Path) -> None:
