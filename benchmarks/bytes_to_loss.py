@@ -39,6 +39,7 @@ TEXT_BYTES, TEST_EXAMPLES = 400_000, 100
 LOCAL_STEPS, BATCH_SIZE = 2400, 8
 RATE, MUON_RATE = 8e-3, 16e-3  # at first; they fall as a cosine
 SEEDS = (0, 1, 2)
+NESTEROV: dict[str, Any] = {"learning_rate": 0.8, "momentum": 0.5, "nesterov": True}
 
 
 @cache
@@ -176,9 +177,10 @@ WAYS: dict[str, dict[str, Any]] = {
     MUON: rounds_of(30, muon=True),
     "muon_int4_h30": rounds_of(30, "int4", muon=True),
     "muon_int4_h60": rounds_of(60, "int4", muon=True),
-    "muon_int2_h120": rounds_of(120, "int2", muon=True),
-    "muon_masked_h120": rounds_of(120, "int2", masked=True, muon=True),
-    "muon_masked_h240": rounds_of(240, "int1", masked=True, muon=True),
+    "muon_int2_h60": rounds_of(60, "int2", muon=True),
+    "muon_int2_h120": rounds_of(120, "int2", muon=True, **NESTEROV),
+    "muon_float32_h120": rounds_of(120, muon=True),
+    "muon_masked_h120": rounds_of(120, "int2", masked=True, muon=True, **NESTEROV),
 }
 
 

@@ -62,8 +62,8 @@ WAYS = {
     "int4_h30": Way(bits="int4", times=1.25),
     "int2_h60": Way(steps=60, bits="int2", times=1.25),
     "int2_h120": Way(steps=120, bits="int2", times=1.25),
-    "muon_int4_h30": Way(bits="int4", times=0.35, muon=True),
-    "muon_int2_h60": Way(steps=60, bits="int2", times=0.4, muon=True),
+    "muon_int4_h30": Way(bits="int4", times=0.5, muon=True),
+    "muon_int2_h60": Way(steps=60, bits="int2", times=0.7, muon=True),
 }
 APP = """
 import json, pickle, time

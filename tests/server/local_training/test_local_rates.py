@@ -152,5 +152,5 @@ def test_what_is_no_schedule_for_all_rounds_is_refused_before_the_first(
 
 
 def test_without_local_steps_there_is_nothing_to_schedule(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="--local-schedule is for local steps"):
+    with pytest.raises(SettingsError, match="--local-schedule: only for local steps"):
         load(None, {"task": CHOSEN["task"]} | COSINE)
