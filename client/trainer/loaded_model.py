@@ -24,9 +24,8 @@ class LoadedModel:
         digest = hashlib.sha256(image.buffer())
         self.built_id = digest.hexdigest()
         """The SHA-256 of the parameters as the task built them, in hexadecimal."""
-        self._own_digest = _with_frozen(
-            digest, image
-        )  # a second model would be as many bytes again
+        # A second model would be as many bytes again.
+        self._own_digest = _with_frozen(digest, image)
 
     def load(self, run_id: int, version: int, image: memoryview | bytes) -> None:
         """Load the server's parameters unless this version of them is loaded already.

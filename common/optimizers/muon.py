@@ -24,7 +24,7 @@ IS_MATRIX = "is_matrix"
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for the matrices of parameter groups that say no other (``groups``).
+    """AdamW, but for the matrices of parameter groups that say no other (``parameter_groups``).
 
     A tensor of more than two dimensions, as of a convolution, is a matrix of its first dimension's
     rows. With ``num_stacked`` 1 in a group the first dimension counts matrices.
@@ -49,7 +49,9 @@ class Muon(torch.optim.AdamW):
             group |= {"momentum": momentum, "nesterov": nesterov}
 
     @staticmethod
-    def groups(parameters: Iterable[nn.Parameter], model: nn.Module) -> list[dict[str, Any]]:
+    def parameter_groups(
+        parameters: Iterable[nn.Parameter], model: nn.Module
+    ) -> list[dict[str, Any]]:
         """Return a model's parameters in groups, those of embeddings apart.
 
         A gradient of an embedding has a row for each token of the batch, and zeros: its rows step
@@ -88,9 +90,10 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def _step_matrix(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state = self.state[parameter]
-        state.setdefault("step", torch.zeros(())).add_(1)  # AdamW looks for it in every state
-        momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        momentum.lerp_(gradient, 1 - group["momentum"])
+        if not state:  # AdamW looks for a step in every state
+            state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(parameter)}
+        state["step"] += 1
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         direction = orthogonal(chosen.flatten(1 + group["num_stacked"]))
         size: float = ADAMW_SIZE * max(direction.shape[-2:]) ** 0.5

@@ -34,7 +34,7 @@ def in_groups(
     kind: object, parameters: Iterable[torch.nn.Parameter], model: torch.nn.Module | None
 ) -> list[Any]:
     """Return a model's parameters as an optimizer's class takes them: in its groups, if any."""
-    groups = getattr(kind, "groups", None)
+    groups = getattr(kind, "parameter_groups", None)
     return list(parameters) if groups is None or model is None else groups(parameters, model)
 
 

@@ -7,6 +7,7 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -83,6 +84,8 @@ class LocalFleet:
         """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
+        self._has_moved = False
+        """Whether the model is another one than devices build."""
         self._stages = stages
 
     @cached_property
@@ -94,10 +97,17 @@ class LocalFleet:
 
     @cached_property
     def _held(self) -> HeldModels:
-        """What devices were last sent."""
+        """What devices were last sent, where differences go down."""
         from headwater.simulation.engines.held_models import HeldModels
 
         return HeldModels(self._devices.trainer.loaded_model.built_id)
+
+    def _sent_whole(self, names: Collection[str], image: SentModel) -> int:
+        """Return the bytes of a model that is sent whole: none where devices have built it."""
+        if not self._has_moved:
+            built_id = self._devices.trainer.loaded_model.built_id
+            self._has_moved = hashlib.sha256(image.buffer()).hexdigest() != built_id
+        return len(names) * image.layout.num_bytes if self._has_moved else 0
 
     @property
     def can_repeat_rounds(self) -> bool:
@@ -174,7 +184,7 @@ class LocalFleet:
             called = called.some(np.flatnonzero(~vanished))
         is_whole = self._settings.compression.down == "off"
         if is_whole:
-            self._bytes_down += self._held.sent_whole(len(plans), image.buffer())
+            self._bytes_down += self._sent_whole(plans, image)
         else:
             self._bytes_down += self._held.sent(plans, image)
         self._bytes_down += sum(PlanTable.of(plans).of_each(_tensor_bytes))

@@ -50,7 +50,7 @@ def test_vectors_and_embeddings_step_as_by_adamw_to_the_bit() -> None:
     for model in (ours, plain):
         for name in ("wide", "tall", "filter"):
             getattr(model, name).weight.requires_grad_(False)  # all others have the same gradients
-    mine = Muon(Muon.groups(ours.parameters(), ours), lr=RATE)
+    mine = Muon(Muon.parameter_groups(ours.parameters(), ours), lr=RATE)
     theirs = torch.optim.AdamW(plain.parameters(), lr=RATE)
     left, right = trained(ours, mine), trained(plain, theirs)
     assert all(torch.equal(left[name], right[name]) for name in right)
@@ -97,7 +97,7 @@ def test_every_direction_has_the_same_length_but_for_the_iteration() -> None:
 def test_a_gradient_that_is_none_moves_nothing_and_gradients_stay() -> None:
     model = words()
     start = copy.deepcopy(model.state_dict())
-    optimizer = Muon(Muon.groups(model.parameters(), model), lr=RATE)
+    optimizer = Muon(Muon.parameter_groups(model.parameters(), model), lr=RATE)
     model.wide.weight.grad = gradient = torch.ones(16, 8)
     optimizer.step()
     assert model.wide.weight.grad is gradient
