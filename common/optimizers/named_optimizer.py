@@ -111,6 +111,8 @@ def check_steps_on_sums(kind: object) -> None:
 
 
 def _remedy(kind: type[Any]) -> str:
+    if kind.__module__.startswith("headwater."):
+        return "its arguments stand in docs/local.md"
     if not kind.__module__.startswith("torch."):
         return "correct the class, or its arguments"
     return "see its page in torch's docs for its arguments"

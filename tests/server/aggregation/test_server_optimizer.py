@@ -198,6 +198,13 @@ def test_the_schedules_that_are_offered_are_those_that_can_be_named() -> None:
             server(build_model(TwoLayers(), seed=0), SGD, {"name": name, "arguments": {"x": 1}})
 
 
+def test_an_argument_that_muon_refuses_is_explained_in_its_document() -> None:
+    muon = {"name": "muon", "arguments": {"momentum": 1.5}}
+    with pytest.raises(SettingsError, match="momentum value: 1.5") as caught:
+        server(build_model(TwoLayers(), seed=0), muon)
+    assert "docs/local.md" in caught.value.remedy
+
+
 def test_an_optimizer_that_cannot_be_made_has_a_remedy_of_its_own() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, parameters: Any, lr: float) -> None:
