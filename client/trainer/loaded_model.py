@@ -82,6 +82,21 @@ class LoadedModel:
         return _with_frozen(hashlib.sha256(self.image.buffer()), self.image) == self._own_digest
 
 
+class FirstModel:
+    """Knows whether a run's model is still the one that devices build, which is not sent."""
+
+    def __init__(self, built_id: str) -> None:
+        """``built_id`` is the SHA-256 of what devices build."""
+        self._built_id = built_id
+        self._has_moved = False
+
+    def num_bytes(self, model: memoryview | bytes) -> int:
+        """Return the bytes of a model that is sent whole: none where devices have built it."""
+        if not self._has_moved:
+            self._has_moved = hashlib.sha256(model).hexdigest() != self._built_id
+        return len(model) if self._has_moved else 0
+
+
 def _with_frozen(digest: hashlib._Hash, image: ModelImage) -> bytes:
     """Return the SHA-256 of parameters and frozen part, of which the parameters are in it."""
     digest.update(image.frozen_U8.numpy().data)

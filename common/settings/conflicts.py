@@ -86,7 +86,7 @@ class _Settings(Protocol):
 
 
 def check_together(s: _Settings) -> None:
-    """Check the settings that depend on each other; all conflicts are told at once.
+    """Check the settings that depend on each other; one error has all conflicts.
 
     Raises:
         SettingsError: some exclude each other.

@@ -18,15 +18,7 @@ class HeldModels:
     def __init__(self, built_id: str) -> None:
         """``built_id`` is the SHA-256 of what devices build."""
         self._built_id = built_id
-        self._has_moved = False
-        """Whether the model is another one than devices build."""
         self._held: dict[str, str] = {}
-
-    def sent_whole(self, num_devices: int, model: memoryview | bytes) -> int:
-        """Return the bytes of a model that goes to some devices whole, if they did not build it."""
-        if not self._has_moved:
-            self._has_moved = hashlib.sha256(model).hexdigest() != self._built_id
-        return num_devices * len(model) if self._has_moved else 0
 
     def sent(self, names: Iterable[str], image: SentModel) -> int:
         """Note that devices are sent a model; return the bytes, which differences make fewer."""

@@ -7,7 +7,6 @@ vanishes in the same rounds, and takes the same seconds of a virtual clock.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwater.client.flower.state_file import SAMPLER, read_sampler
+from headwater.client.trainer.loaded_model import FirstModel
 from headwater.common.errors import ConnectionLost, HeadwaterError, LateUpdate, SettingsError
 from headwater.common.messages import DescribeRequest, EvaluateReport, Plan, Update, WireMessage
 from headwater.common.model.parameters import ModelImage
@@ -84,8 +84,6 @@ class LocalFleet:
         """How often each device was sent a plan in the current round, or the last one."""
         self._last_round = 0
         self._bytes_up = self._bytes_down = 0
-        self._has_moved = False
-        """Whether the model is another one than devices build."""
         self._stages = stages
 
     @cached_property
@@ -102,12 +100,9 @@ class LocalFleet:
 
         return HeldModels(self._devices.trainer.loaded_model.built_id)
 
-    def _sent_whole(self, names: Collection[str], image: SentModel) -> int:
-        """Return the bytes of a model that is sent whole: none where devices have built it."""
-        if not self._has_moved:
-            built_id = self._devices.trainer.loaded_model.built_id
-            self._has_moved = hashlib.sha256(image.buffer()).hexdigest() != built_id
-        return len(names) * image.layout.num_bytes if self._has_moved else 0
+    @cached_property
+    def _first(self) -> FirstModel:
+        return FirstModel(self._devices.trainer.loaded_model.built_id)
 
     @property
     def can_repeat_rounds(self) -> bool:
@@ -184,7 +179,7 @@ class LocalFleet:
             called = called.some(np.flatnonzero(~vanished))
         is_whole = self._settings.compression.down == "off"
         if is_whole:
-            self._bytes_down += self._sent_whole(plans, image)
+            self._bytes_down += len(plans) * self._first.num_bytes(image.buffer())
         else:
             self._bytes_down += self._held.sent(plans, image)
         self._bytes_down += sum(PlanTable.of(plans).of_each(_tensor_bytes))

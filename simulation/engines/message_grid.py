@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 
 from headwater.client.flower.request import SIMULATED
 from headwater.client.flower.state_file import STATE
+from headwater.client.trainer.loaded_model import FirstModel
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.common.errors import SettingsError
 from headwater.common.flower import records
@@ -120,6 +121,10 @@ class InProcessGrid(HeadwaterGrid):
     @cached_property
     def _held(self) -> HeldModels:
         return HeldModels(run_trainer(self._settings).loaded_model.built_id)
+
+    @cached_property
+    def _first(self) -> FirstModel:
+        return FirstModel(run_trainer(self._settings).loaded_model.built_id)
 
     def name_of(self, node_id: int) -> str | None:
         return self._identities.name(node_id - FIRST_NODE_ID)
@@ -245,7 +250,7 @@ class InProcessGrid(HeadwaterGrid):
         if model is None or kind != TRAIN:
             return num_bytes
         if difference_from is None:
-            return num_bytes - len(model) + self._held.sent_whole(1, model)
+            return num_bytes - len(model) + self._first.num_bytes(model)
         self._image_id = self._image_id or hashlib.sha256(model).hexdigest()
         sent = self._held.sent_to(name, self._image_id, len(model), difference_from)
         return num_bytes - len(model) + sent
