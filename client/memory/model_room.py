@@ -22,7 +22,7 @@ from headwater.client.memory.peak_model import resident_bytes
 from headwater.client.memory.process_limits import MemoryLimit
 from headwater.common.errors import OutOfMemory
 from headwater.common.model.layout import named_tensors
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import keep_mmap_threshold, release_freed_memory
 from headwater.common.wording import bytes_text
 
 # Functions that allocate a tensor of a size which their arguments give.
@@ -33,6 +33,9 @@ FACTORIES = frozenset(
 OWN_WAY = {"device", "out", "layout"}
 # Smaller tensors are counted, and compared with the limit together with the next large one.
 LARGE_BYTES = 1 << 20
+# The tensors of a model beyond this are mapped, one by one. From the heap they would leave it for
+# the image and its holes stay mapped: 440 MB for 1.1 billion parameters, which a bound counts.
+LARGE_MODEL_BYTES = 64 << 20
 
 
 def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Module]) -> nn.Module:
@@ -99,6 +102,8 @@ class TensorsWithin(TorchFunctionMode):
         """Return whether this tensor, or one before it, has no room."""
         self.num_bytes += tensor.nbytes
         self._unwritten_bytes += tensor.nbytes
+        if self.num_bytes >= LARGE_MODEL_BYTES:
+            keep_mmap_threshold()
         if self.exceeded is None and tensor.nbytes >= LARGE_BYTES:
             limit = self._limit()
             if resident_bytes() + self._unwritten_bytes > limit.num_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from headwater.client.device.interfaces import Hardware, Speed
@@ -26,16 +27,29 @@ def measure_speed(
     context.accumulator.zero()
     probe = ExampleProbe(context)
     try:
-        speed = hardware.speed(probe)
-    except OutOfMemory:
-        model = context.image.model
-        if is_all_recomputed(model) or not switch_on(model):
-            raise
-        context.memory.use_checkpointing(checkpointed.bytes_per_example)
-        log.warning("%s: one example fits only with activation checkpointing", context.name)
-        context.accumulator.zero()
-        speed = hardware.speed(probe)
+        speed = _measured(probe, context, hardware)
+        if speed is None:  # what the failed pass held is freed with its exception
+            gc.collect()
+            context.memory.use_checkpointing(checkpointed.bytes_per_example)
+            log.warning("%s: one example fits only with activation checkpointing", context.name)
+            context.accumulator.zero()
+            speed = hardware.speed(probe)
     finally:
         checkpointed.remember(context.name)
         context.accumulator.zero()
     return speed
+
+
+def _measured(probe: ExampleProbe, context: TrainingContext, hardware: Hardware) -> Speed | None:
+    """Return the speed; None if an example does not fit yet, and all is recomputed from now on.
+
+    Raises:
+        OutOfMemory: one example alone does not fit, and there is nothing more to recompute.
+    """
+    model = context.image.model
+    try:
+        return hardware.speed(probe)
+    except OutOfMemory:
+        if is_all_recomputed(model) or not switch_on(model):
+            raise
+        return None

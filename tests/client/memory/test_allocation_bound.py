@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,51 @@ def test_buffers_that_another_thread_s_products_left_take_no_room() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PRODUCTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(found.stdout) < MIB // 16, "some were left"
+
+
+BUILT = """
+import sys
+from headwater.client.memory.peak_model import status_bytes
+from headwater.client.trainer.trainer import Trainer
+begun = status_bytes("VmData") - status_bytes("RssAnon")
+trainer = Trainer(sys.argv[1], batch_norm=None, check_task=True)
+held = trainer.image.layout.num_bytes
+print(held, status_bytes("VmData") - status_bytes("RssAnon") - begun)
+"""
+MANY_LAYERS = """
+import torch
+from torch import nn
+
+class Wide:
+    def new_model(self):
+        return nn.Sequential(*[self.layer(n) for n in range(100)])
+
+    def layer(self, n):
+        drawn = torch.randn(1024, 1024)
+        layer = nn.Linear(1024, 1024, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(drawn / 32)
+        layer.note = bytes(100_000)  # stays in the heap, above the weight
+        return layer
+
+    def train_examples(self, *, data, part, num_parts):
+        return torch.utils.data.TensorDataset(torch.ones(8, 1024))
+
+    def loss_sum(self, model, batch):
+        return model(batch[0]).sum(), len(batch[0])
+"""
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_model_that_moved_into_its_image_leaves_no_holes_in_the_heap(tmp_path: Path) -> None:
+    """They stay mapped: a bound counts them, and what is mapped apart cannot use them."""
+    (tmp_path / "wide.py").write_text(MANY_LAYERS)
+    command = [sys.executable, "-W", "ignore", "-c", BUILT, f"{tmp_path}/wide.py:Wide"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    held, unwritten = map(int, found.stdout.split())
+    assert held == 400 * MIB
+    assert unwritten < 96 * MIB, "what the model left is still mapped"
 
 
 def test_the_bound_is_no_limit_of_the_machine() -> None:

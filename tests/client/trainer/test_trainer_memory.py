@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import ReferenceType, ref
 
 import pytest
+import torch
+from torch import Tensor
 
 from headwater.client.device.interfaces import Clock, Memory, Speed, SpeedProbe, TimeShare
 from headwater.client.trainer.trainer import Trainer
@@ -99,6 +102,29 @@ def test_a_client_whose_probe_fails_is_measured_with_checkpointing(
     home.measure(identity(0), Machine(memory=memory, fails=1))
     assert memory.checkpointed_to == [PREDICTED_BYTES]
     assert is_checkpointed(home, 0, Machine(memory=memory))
+
+
+@dataclass(kw_only=True)
+class Holding(Machine):
+    """A machine whose first probe fails while it holds a tensor, as a pass does."""
+
+    held: ReferenceType[Tensor] | None = None
+    is_freed: bool = False
+
+    def speed(self, probe: SpeedProbe) -> Speed:
+        if self.held is not None:
+            self.is_freed = self.held() is None
+            return super().speed(probe)
+        activations = torch.zeros(1)
+        self.held = ref(activations)
+        return super().speed(probe)
+
+
+def test_the_second_probe_begins_without_what_the_first_one_held(home: Trainer) -> None:
+    """Else both passes are in memory together, and the second one fails as well."""
+    machine = Holding(memory=FakeMemory(lambda n: None), fails=1)
+    home.measure(identity(0), machine)
+    assert machine.is_freed
 
 
 def test_a_client_whose_second_probe_fails_is_out_of_memory(home: Trainer) -> None:
