@@ -92,7 +92,7 @@ def after_failed_allocation(
     Raises:
         OutOfMemory: size 1 with checkpointing failed, or there is nothing to checkpoint.
     """
-    gc.collect()  # the failed pass: the frames of its exception hold it, in a cycle
+    gc.collect()  # frames of the task, or of a layer, may hold the failed pass in a cycle
     load, left = context.load(positions), [positions]
     if len(positions) == 1:
         model = context.image.model

@@ -174,10 +174,9 @@ def forward(
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
-        found = _classified(error)
-        if isinstance(found, InvalidGradients):
-            raise ForwardFailed(str(found), found.fault) from error
-        raise found from error
+        if is_allocation_failure(error):
+            raise MemoryError(str(error)) from error
+        raise ForwardFailed(described(error), exception_fault(error)) from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,13 +208,9 @@ def backward(loss: Tensor) -> None:
     except (HeadwaterError, MemoryError):
         raise
     except Exception as error:
-        raise _classified(error) from error
-
-
-def _classified(error: Exception) -> Exception:
-    if is_allocation_failure(error):
-        return MemoryError(str(error))
-    return InvalidGradients(described(error), exception_fault(error))
+        if is_allocation_failure(error):
+            raise MemoryError(str(error)) from error
+        raise InvalidGradients(described(error), exception_fault(error)) from error
 
 
 Engine = Callable[..., Any]
