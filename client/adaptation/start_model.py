@@ -22,6 +22,7 @@ from headwater.common.model.trained_model import (
     read_model,
     task_of,
 )
+from headwater.common.system.heap import restore_mmap_threshold
 from headwater.common.task import Task, tell_round
 
 
@@ -63,6 +64,7 @@ def start_model(
         local = own_file(states, name, record)
     load = partial(load_module, chosen, record, state, file, local=local)
     module = built_within(limit, load)
+    restore_mmap_threshold()
     freeze_statistics(module)
     refuse_batch_dependent(module)
     tell_round(chosen, record.rounds or 1)

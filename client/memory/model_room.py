@@ -41,6 +41,9 @@ LARGE_MODEL_BYTES = 64 << 20
 def built_within(limit: Callable[[], MemoryLimit], new_model: Callable[[], nn.Module]) -> nn.Module:
     """Return a new model, if the limit has room for it and for the gradient of what it trains.
 
+    From ``LARGE_MODEL_BYTES`` on tensors are mapped one by one, until the caller, with the model in
+    its place, calls ``restore_mmap_threshold``.
+
     Raises:
         OutOfMemory: it has not; not more was allocated than what fits.
     """

@@ -21,7 +21,7 @@ from headwater.client.device.hardware import ThisMachine
 from headwater.client.device.interfaces import Hardware, Speed
 from headwater.client.features import own_parameters, take_model, takes_model, work_of
 from headwater.client.memory.in_place_gradients import add_in_place
-from headwater.client.memory.model_room import LARGE_MODEL_BYTES, built_within
+from headwater.client.memory.model_room import built_within
 from headwater.client.memory.process_limits import MemoryLimit, MemoryLimits
 from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
@@ -51,7 +51,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.local_state import LocalState, LocalStore
 from headwater.common.model.parameters import Build, ModelImage, build_model, built
-from headwater.common.system.heap import raise_mmap_threshold, release_freed_memory
+from headwater.common.system.heap import release_freed_memory, restore_mmap_threshold
 from headwater.common.task import Examples, load_task, task_code, tell_round
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Trainer:
         """The patterns of the parameters that stay on the device."""
         lowest = (limits or MemoryLimits()).lowest
         self.image = self._built(seed=seed, within=functools.partial(built_or_sent, lowest))
-        if self.image.layout.num_bytes + self.image.layout.num_frozen_bytes >= LARGE_MODEL_BYTES:
-            raise_mmap_threshold()
+        restore_mmap_threshold()
         self.loaded_model = LoadedModel(self.image)
         self.accumulator = Accumulator(self.image)
         add_in_place(self.image.model)

@@ -45,8 +45,8 @@ def keep_mmap_threshold() -> None:
     to 414 with the threshold kept at its initial value. The kernel clears each block again, which
     takes 1.4 to 2.4 times the time, so this is only for a lack of memory.
     """
-    global _keeps_freed_blocks
-    _keeps_freed_blocks = False
+    global _keeps_freed_blocks, _is_low
+    _keeps_freed_blocks, _is_low = False, True
     _mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
@@ -56,13 +56,23 @@ def raise_mmap_threshold() -> None:
     A pass of 24 decoder blocks of width 1,024 then grows the heap by 1,041 MB. Freed blocks stay in
     the heap for the next ones (``keeps_freed_blocks``).
     """
-    global _keeps_freed_blocks
-    _keeps_freed_blocks = True
+    global _keeps_freed_blocks, _is_low
+    _keeps_freed_blocks, _is_low = True, False
     _mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_BYTES)
     _mallopt(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD_BYTES)
 
 
-_keeps_freed_blocks = False
+def restore_mmap_threshold() -> None:
+    """Raise the threshold if it was kept low last; glibc's own, which follows what is freed, stays.
+
+    For the end of building a model, whose tensors are to be mapped one by one. A device that is
+    short of memory keeps the threshold low again.
+    """
+    if _is_low:
+        raise_mmap_threshold()
+
+
+_keeps_freed_blocks = _is_low = False
 
 
 def keeps_freed_blocks() -> bool:

@@ -17,6 +17,7 @@ from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerState
 from headwater.common.errors import OutOfMemory
 from headwater.common.messages import Plan, Vitals
+from headwater.common.system import heap
 from tests.training_contexts import FakeClock, FakeMemory
 
 TASK = """
@@ -102,6 +103,21 @@ def test_a_client_whose_probe_fails_is_measured_with_checkpointing(
     home.measure(identity(0), Machine(memory=memory, fails=1))
     assert memory.checkpointed_to == [PREDICTED_BYTES]
     assert is_checkpointed(home, 0, Machine(memory=memory))
+
+
+LARGE_ON_THE_WAY = TASK.replace(
+    "        return nn.Sequential(",
+    "        torch.empty(1024, 32768)  # 128 MiB that the model does not keep\n"
+    "        return nn.Sequential(",
+)
+
+
+def test_passes_use_freed_blocks_again_once_the_model_is_in_its_place(tmp_path: Path) -> None:
+    """While a large model is built, its tensors are mapped one by one, which passes would pay."""
+    (tmp_path / "deep.py").write_text(LARGE_ON_THE_WAY)
+    heap.raise_mmap_threshold()
+    Trainer(f"{tmp_path}/deep.py:Deep", batch_norm=None, check_task=True)
+    assert heap.keeps_freed_blocks()
 
 
 @dataclass(kw_only=True)
