@@ -20,7 +20,7 @@ TORCH ?= $(shell $(PYTHON) -c "import platform; print('torch>=2.7,<2.10' if plat
 # and so are pytest's assertions in each of its workers: a quarter of a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-long lint types install install-client install-dev docs site pictures proto constraints hashes digests release notes clean
+.PHONY: demo test test-slow test-long lint types install install-client install-dev docs figures site pictures proto constraints hashes digests release notes clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/headwater-simulate --rounds 60 --micro-batch-size 4 --page 127.0.0.1:0 --page-stays 60
@@ -76,6 +76,10 @@ proto:
 docs:
 	$(VENV)/bin/python docs/write_tree.py
 	$(VENV)/bin/python -m headwater.common.settings.introspection > docs/settings.md
+
+# The figures in the documents, each by the command beside it: half an hour, or PAGES="fleet.md batch.md".
+figures:
+	$(VENV)/bin/python docs/write_figures.py $(PAGES)
 
 # The documents as pages that need no network, with an API reference from the docstrings.
 site: $(VENV)/.dev

@@ -109,7 +109,7 @@ def device(size: str, chosen: argparse.Namespace) -> Figures:
         "plan.precision": chosen.precision,
         "model.frozen_dtype": chosen.frozen_dtype,
         "secure.aggregation": masks,
-        "secure.answer_factor": 4.0,
+        "secure.answer_factor": 2.0,
         "secure.phase_seconds": LIMIT_SECONDS,
     }
     with contextlib.ExitStack() as stack:

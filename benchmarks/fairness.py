@@ -15,6 +15,8 @@ the mean over rounds; of the training examples they own ``share_of_examples``.
 from __future__ import annotations
 
 import statistics
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +24,7 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.measure import ROOT, Figures, arguments, report
+from benchmarks.measure import ROOT, Figures, argument_parser, markdown, report
 from examples.slow_owners import SLOW_CLASSES
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.sources import load
@@ -124,14 +126,36 @@ def share_of_examples(task: Task) -> float:
     return sum(owned[FIRST_SLOW:]) / sum(owned)
 
 
+def table(figures: Figures) -> str:
+    """Return the table of docs/fairness.md."""
+    rows = []
+    for after, ways in figures.items():
+        for way, found in ways.items():
+            seconds = after.removeprefix("after_").replace("_virtual_seconds", " s")
+            least, most = (f"{share:.1%}" for share in found["slow_range"])
+            slow, fast, weight = (f"{found[name]:.1%}" for name in ("slow", "fast", "weight"))
+            begun = f"{seconds}, {found['rounds']} rounds, {way}"
+            rows.append((begun, f"{slow} ({least} to {most})", fast, weight))
+    header = ("after, weighting", "on 7, 8 and 9", "on 0 to 6", "weight of the slow clients")
+    return markdown(header, rows)
+
+
 def main() -> None:
-    flags = arguments(__doc__)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--table", action="store_true", help="print the table of docs/fairness.md")
+    flags = parser.parse_args()
     seconds, seeds = ((0.5,), SEEDS[:1]) if flags.quick else (VIRTUAL_SECONDS, SEEDS)
-    figures: Figures = {"share_of_examples": share_of_examples(load_task(TASK))}
-    for limit in seconds:
-        figures[f"after_{limit:g}_virtual_seconds"] = {
-            name: over_seeds(chosen, limit, seeds) for name, chosen in RUNS.items()
+    with redirect_stdout(sys.stderr):  # how the devices are computed
+        after: Figures = {
+            f"after_{limit:g}_virtual_seconds": {
+                name: over_seeds(chosen, limit, seeds) for name, chosen in RUNS.items()
+            }
+            for limit in seconds
         }
+    if flags.table:
+        print(table(after))
+        return
+    figures: Figures = {"share_of_examples": share_of_examples(load_task(TASK)), **after}
     figures["target"] = "none: it shows what a weighting does"
     report(figures, as_json=flags.json, doc=__doc__)
 

@@ -67,6 +67,12 @@ def report(figures: Figures, *, as_json: bool, doc: str | None) -> None:
         print(f"  {name:<58} {value:.5g}" if isinstance(value, float) else f"  {name:<58} {value}")
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown; all columns but the first are aligned to the right."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for name, value in tree.items():

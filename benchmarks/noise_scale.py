@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from benchmarks.measure import Figures, arguments, report
+from benchmarks.measure import Figures, argument_parser, markdown, report
 from examples.digits import Digits
 from headwater.client.app import client_app
 from headwater.common.model.parameters import build_model
@@ -142,8 +142,41 @@ def told_over_true(done: Run, truth: Truth) -> Figures:
     }
 
 
+def until_table(figures: Figures) -> str:
+    """Return the table of docs/batch.md on the rounds and examples that were needed."""
+    rows = []
+    for way, plan in WAYS.items():
+        found = [seed[way] for seed in figures["until_90"].values()]
+        size = plan.get("effective_batch_size")
+        flag = "follow-noise-scale" if size is None else f"effective-batch-size {size}"
+        columns = (
+            ", ".join(str(one["rounds"]) for one in found),
+            ", ".join("never" if (n := one["examples"]) is None else f"{n:,}" for one in found),
+            ", ".join(f"{one['accuracy_at_the_end']:.1%}" for one in found),
+        )
+        rows.append((f"`--{flag}`", *columns))
+    return markdown(("", "rounds", "examples", f"accuracy after round {NUM_ROUNDS}"), rows)
+
+
+def told_table(figures: Figures) -> str:
+    """Return the table of docs/batch.md on what was recorded, over the truth."""
+    told = figures["told_over_true"].values()
+    rows = [
+        (kind, *(_span([seed[kind][name] for seed in told]) for name in ("squared_gradient", "S")))
+        for kind in ("moving", "still")
+    ]
+    header = ("the model, in runs that follow the noise scale", "\\|G\\|², recorded over true")
+    return markdown((*header, "S, recorded over true"), rows)
+
+
+def _span(found: list[float]) -> str:
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
 def main() -> None:
-    flags = arguments(__doc__)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--table", choices=("until", "told"), help="print a table of docs/batch.md")
+    flags = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(1 if flags.quick else NUM_SEEDS)
     rounds = 3 if flags.quick else NUM_ROUNDS
@@ -157,6 +190,9 @@ def main() -> None:
             "moving": told_over_true(runs["followed"], truth),
             "still": told_over_true(still, truth),
         }
+    if flags.table is not None:
+        print({"until": until_table, "told": told_table}[flags.table](figures))
+        return
     report(figures, as_json=flags.json, doc=__doc__)
 
 
