@@ -1,4 +1,4 @@
-"""What unequal devices and liars do to a simulated run, as tables of docs/fleet.md.
+"""What unequal devices, liars and dropouts do to a simulated run, as tables of the documents.
 
 ``idle``: sixty devices, of which the fastest is sixteen times as fast as the slowest
 (examples/fleets/sixteenfold.toml), ten rounds with the planner, with equal work for all, on
@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ROOT, argument_parser, markdown
+from headwater.common.secagg.graph import Mode
+from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.operations.round_log import read_rows
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.reports.fleet_summary import SETTLING_ROUNDS, idle_time
+from headwater.simulation.reports.session_aborts import abort_probability
 from headwater.simulation.run import run_engine
 
 SIXTEENFOLD = ROOT / "examples" / "fleets" / "sixteenfold.toml"
@@ -46,6 +49,14 @@ LIARS = {
     "30 %, `sign-flipped`": 'share = 0.3\nkind = "sign-flipped"',
     "5 %, `scaled` by -10": 'share = 0.05\nkind = "scaled"\nfactor = -10',
     "5 %, `scaled` by -1000": 'share = 0.05\nkind = "scaled"\nfactor = -1000',
+}
+
+SESSION_ROUNDS = 60
+K_SET: dict[str, object] = {"plan.accumulation_steps": 4, "plan.micro_batch_size": 16}
+DROPOUTS: dict[str, tuple[Mode, int, float, dict[str, object]]] = {
+    "semi-honest, 8 devices, K = 4": ("semi-honest", 8, 0.3, K_SET),
+    "active, 6 devices, K = 4": ("active", 6, 0.15, K_SET),
+    "active, 6 devices, K planned": ("active", 6, 0.15, {}),
 }
 
 
@@ -99,14 +110,52 @@ def liars(rounds: int) -> str:
     return markdown(("liars", "mean", "from", "to", "updates refused"), table)
 
 
+def dropouts(rounds: int) -> str:
+    """Return the table of masked runs in which devices drop out."""
+    table = []
+    for name, (mode, devices, dropout, plan) in DROPOUTS.items():
+        columns, num_aborted, num_sessions = [], 0, 0
+        for masks in ("off", mode):
+            for share in (0.0, dropout):
+                overrides = {"task": "examples/digits.py:Digits", "rounds": rounds, **plan}
+                overrides |= {"simulation.clients": devices, "simulation.dropout": share}
+                overrides |= {"secure.aggregation": masks, "cohort.max_aborted_rounds": 50}
+                overrides["evaluation.every_rounds"] = rounds
+                accuracies = []
+                for seed in SEEDS:
+                    with simulated({**overrides, "seed": seed}, "") as found:
+                        accuracies.append(f"{found[-1]['metrics']['test_accuracy']:.1%}")
+                        if masks != "off" and share:
+                            num_aborted += (aborted := sum(row["num_aborted"] for row in found))
+                            num_sessions += aborted + rounds
+                columns.append(", ".join(accuracies))
+        secure = Settings().secure
+        computed = abort_probability(
+            devices,
+            dropout=dropout,
+            mode=mode,
+            min_members=secure.min_members,
+            min_survivors=secure.min_survivors,
+        )
+        sessions = f"{num_aborted} of {num_sessions} ({num_aborted / num_sessions:.1%})"
+        table.append((f"{name}, P = {dropout}", *columns, sessions, f"{computed:.1%}"))
+    header = ("", "plain, none", "plain, P", "masked, none", "masked, P", "sessions aborted")
+    return markdown((*header, "computed"), table)
+
+
+PARTS = {
+    "idle": (idle, IDLE_ROUNDS),
+    "liars": (liars, LIARS_ROUNDS),
+    "dropouts": (dropouts, SESSION_ROUNDS),
+}
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("part", choices=("idle", "liars"))
+    parser.add_argument("part", choices=PARTS)
     chosen = parser.parse_args()
-    if chosen.part == "idle":
-        print(idle(SETTLING_ROUNDS + 1 if chosen.quick else IDLE_ROUNDS))
-    else:
-        print(liars(1 if chosen.quick else LIARS_ROUNDS))
+    table, rounds = PARTS[chosen.part]
+    print(table(SETTLING_ROUNDS + 1 if chosen.quick else rounds))
 
 
 if __name__ == "__main__":
