@@ -34,6 +34,8 @@ class Activity:
         self.num_moved = 0
         self.updates_sent = 0
         """Updates, masked or not, that the server has acknowledged."""
+        self.sent_work = progress
+        """What the last acknowledged update was made of."""
         self.on_sent: Callable[[], object] = _do_nothing
         """Called after each acknowledged update."""
 
@@ -46,9 +48,10 @@ class Activity:
         """Begin an instruction of the server."""
         self.enter(STAGES.get(message_type, "takes part in the secure session"))
 
-    def sent(self) -> None:
-        """Count an update that has arrived at the server."""
+    def sent(self, work: TrainingProgress | None = None) -> None:
+        """Count an update of this work that has arrived; None: of the last plan."""
         self.updates_sent += 1
+        self.sent_work = work or self.progress
         self.on_sent()
 
 

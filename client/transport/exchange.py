@@ -15,6 +15,7 @@ it. An aborted upload stops at its next chunk instead.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 
@@ -237,7 +238,7 @@ class Exchange:
             return
         if first.message_id != message_id:
             self._jobs.drop_first()
-            self._arrived(first.answer)
+            self._arrived(first)
 
     @property
     def _newest_image_id(self) -> str:
@@ -350,7 +351,7 @@ class Exchange:
             answer = await self._go_on_offline(job, answer)
             if job not in self._jobs:
                 return
-        job.answer = answer
+        job.answer, job.work = answer, copy.copy(self._activity.progress)
         if answer.error is not None:
             self._drop_after(job)
         self._begin_next()
@@ -441,16 +442,16 @@ class Exchange:
         if upload.is_aborted or first is None or first.message_id != answer.message_id:
             return
         self._jobs.drop_first()
-        self._arrived(answer)
+        self._arrived(first)
 
-    def _arrived(self, answer: NodeAnswer) -> None:
-        """Note that an answer is at the server; send the next one if it is there."""
+    def _arrived(self, job: Job) -> None:
+        """Note that an instruction's answer is at the server; send the next one if it is there."""
         first = self._jobs.first
         if first is None or first.answer is not None:
             self._activity.enter(WAITING)
-        if len(answer.vector):
+        if job.answer is not None and len(job.answer.vector):
             self._node.delivered(has_next=first is not None)
-            self._activity.sent()
+            self._activity.sent(job.work)
         if first is None:
             self.became_idle.set()
         elif first.answer is not None and first.is_on_stream:

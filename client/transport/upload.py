@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from headwater.client.flower.node import Node
 from headwater.client.node_features import NodeAnswer
+from headwater.client.training.progress import TrainingProgress
 from headwater.common.errors import ProtocolMismatch
 from headwater.common.transport.limits import CHUNK_BYTES
 from headwater.common.transport.wire_pb2 import Chunk, ClientFrame, Instruction, Receipt, Reply
@@ -129,6 +130,8 @@ class Job:
     """Whether the current stream has carried it: else its answer may not be uploaded there."""
     has_begun: bool = False
     answer: NodeAnswer | None = None
+    work: TrainingProgress | None = None
+    """What was done of it when the answer was there; the next plan may be at work since."""
 
     @property
     def message_id(self) -> str:

@@ -31,7 +31,7 @@ from headwater.server.asynchronous.masked_buffer import (
 from headwater.server.asynchronous.overlapping_plans import OverlappingPlans, overlapping
 from headwater.server.asynchronous.plans_out import PlansOut
 from headwater.server.asynchronous.staleness import StalenessRule, figures_of
-from headwater.server.fleet import Dropout, Fleet
+from headwater.server.fleet import Dropout, Fleet, Traffic
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.planning.plan_table import PlanTable
 from headwater.server.planning.round_plans import RoundPlans
@@ -76,6 +76,8 @@ class BufferedRounds:
         """The plans after those that are in ``_plans``; None: there are none (``--overlap``)."""
         self._clients: ConnectedClients | None = None
         """The clients of this step; None before the first."""
+        self._counted: Traffic | None = None
+        """The bytes that the steps so far have counted; None before the first."""
         self._stepped_at = 0.0
         """The virtual time of the last step."""
 
@@ -98,7 +100,7 @@ class BufferedRounds:
             chosen=training.settings.asynchronous,
             num_others=num_updates - 1,
         )
-        before = fleet.traffic()
+        before = self._counted or fleet.traffic()
         opened = training.open_round(planned, num_updates=num_updates, times_of=rule.times)
         observer.asked(opened)
         new = {name: plan for name, plan in opened.plans.items() if name not in self._plans}
@@ -120,6 +122,9 @@ class BufferedRounds:
             opened,
             watch,
             before,
+        )
+        self._counted = Traffic(  # what comes from now on belongs to the next step
+            bytes_up=before.bytes_up + row.bytes_up, bytes_down=before.bytes_down + row.bytes_down
         )
         names = opened.accepted.keys() | {one.name for one in row.masked_clients}
         times = plain_times if self._least is None else masked_rounds(training).summed_times

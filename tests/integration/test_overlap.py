@@ -155,6 +155,11 @@ def test_windows_begin_before_uploads_end_and_the_model_is_that_of_the_rows(
     assert [row["staleness_max"] for row in found] == [0, 1, 1, 1, 1, 1]
     assert all(row["num_examples"] == NUM_EXAMPLES for row in found)
     assert_is_model_of_rows(tmp_path, start)
+    # A second update arrives between two steps too, and counts in one of them.
+    num_bytes = 4 * (WIDTH + 1) * len(found) * len(devices)
+    assert num_bytes < sum(row["bytes_up"] for row in found) < 1.1 * num_bytes
+    for device in devices:  # that of the update, and not of the plan that is at work
+        assert "round 1: sent K 3, 24 examples" in device.text()
 
 
 def test_a_device_that_is_killed_in_the_overlap_counts_each_example_once(tmp_path: Path) -> None:
