@@ -312,8 +312,8 @@ class ModelMismatch(DeviceRefused):
     ``layout`` has the rows of the model that was expected (``common.model.mismatch``), if known.
     """
     remedy = (
-        "give server and client the same task file, and the same --batch-norm and "
-        "--frozen-dtype"
+        "give server and client the same task file and what it reads to build the model, such as "
+        "a folder with its config, and the same --batch-norm and --frozen-dtype"
     )
     def __init__(self, message: str, *, remedy: str | None = None, layout: str = "") -> None:
         super().__init__(message, remedy=remedy)

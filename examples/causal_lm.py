@@ -338,7 +338,7 @@ def texts_in(path: Path) -> list[str]:
 def _decoded(files: Sequence[Path]) -> Iterator[str]:
     for file in files:
         try:
-            yield file.read_text(encoding="utf-8")
+            yield file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             continue
 

@@ -228,7 +228,8 @@ class ChatLm(CausalLm):
         """Return examples of joined conversations; those without any answer are left out."""
         tokens = [token for chat in chats for token in chat.tokens]
         is_answer = [one for chat in chats for one in chat.is_answer]
-        return TokenExamples(filter(_has_target, cut(tokens, is_answer, self.context)))
+        examples = cut(tokens, is_answer, self.context) if tokens else ()
+        return TokenExamples(filter(_has_target, examples))
 
     def _cut(self, chats: Sequence[CodedChat], source: str) -> TokenExamples:
         """Return an example of each conversation, of its first tokens."""
@@ -271,7 +272,8 @@ def chat_lines(path: Path) -> Iterator[tuple[str, str]]:
             f"expected conversations in *.jsonl files, there are none at {path}"
         )
     for file in files:
-        with file.open(encoding="utf-8", errors="surrogateescape") as opened:
+        # A file of Windows may begin with a mark of its encoding.
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as opened:
             for number, line in enumerate(opened, start=1):
                 if line.strip():
                     yield f"{file.name}:{number}", line
@@ -286,6 +288,7 @@ def messages_in(line: str) -> Messages:
     try:
         line.encode()
         found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may stand for half a character
     except UnicodeEncodeError as error:
         raise UnusableChat("not UTF-8") from error
     except ValueError as error:

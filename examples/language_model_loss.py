@@ -102,7 +102,8 @@ def check_logits(model: Any) -> None:
     of 30 hardly changes the small logits of a new model.
 
     Raises:
-        ValueError: it makes something else, so that the loss would be another model's.
+        ValueError: it makes something else, so that the loss would be another model's; or a weight
+            is not finite.
     """
     found: list[Tensor] = []
 
@@ -119,6 +120,13 @@ def check_logits(model: Any) -> None:
         logits = model(input_ids=tokens_1T, use_cache=False).logits
         hook.remove()
     model.train(was_training)
+    if not torch.isfinite(hidden).all():
+        spoiled = [name for name, one in model.named_parameters() if not one.isfinite().all()]
+        raise ValueError(
+            f"{type(model).__name__} has weights that are not finite: {', '.join(spoiled[:3])}"
+            if spoiled
+            else f"{type(model).__name__} gives no finite numbers, with weights that are finite"
+        )
     scale, cap = scale_and_cap(model)
     expected = found[1] * scale if cap is None else cap * torch.tanh(found[1] * scale / cap)
     is_same = torch.equal(found[0], hidden) and torch.allclose(expected, logits.float(), rtol=1e-5)

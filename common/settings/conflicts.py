@@ -7,10 +7,12 @@ stand by feature. A run with such settings never begins: neither the task nor th
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from headwater.common.errors import SettingsError
 from headwater.common.settings.fields import split_criterion
+from headwater.common.settings.machines import ServerSettings
 from headwater.common.settings.rounds import (
     MIN_MASKED_FRACTION,
     AggregationSettings,
@@ -19,6 +21,7 @@ from headwater.common.settings.rounds import (
     CompressionSettings,
     PrivacySettings,
     SecureSettings,
+    StatisticsSettings,
 )
 from headwater.common.settings.simulation import SimulationSettings
 from headwater.common.settings.training import (
@@ -30,6 +33,7 @@ from headwater.common.settings.training import (
     ModelSettings,
     PlanSettings,
     ScheduleSettings,
+    VersionSettings,
 )
 
 DEFAULT_EXAMPLES = PlanSettings().effective_batch_size
@@ -79,6 +83,15 @@ class _Settings(Protocol):
     def evaluation(self) -> EvaluationSettings: ...
 
     @property
+    def statistics(self) -> StatisticsSettings: ...
+
+    @property
+    def versions(self) -> VersionSettings: ...
+
+    @property
+    def server(self) -> ServerSettings: ...
+
+    @property
     def simulation(self) -> SimulationSettings: ...
 
     @property
@@ -108,6 +121,57 @@ def check_together(s: _Settings) -> None:
             "; ".join(why for why, _ in found),
             remedy="; ".join(dict.fromkeys(remedy for _, remedy in found)),
         )
+
+
+def check_effective(s: _Settings, given: Collection[str]) -> None:
+    """Check that each of the settings in ``given``, by its key, changes something in this run.
+
+    For what is typed now alone: the file of a run, or of a fleet, may have more for another day.
+
+    Raises:
+        SettingsError: one has an effect only together with another, which is not set.
+    """
+    found = {
+        flag: other
+        for key, flag, other, has_effect in _partners(s)
+        if key in given and not has_effect
+    }
+    if found:
+        raise SettingsError(
+            "; ".join(f"{flag} has no effect without {other}" for flag, other in found.items()),
+            remedy="; ".join(f"leave out {flag}, or set {other}" for flag, other in found.items()),
+        )
+
+
+def _partners(s: _Settings) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield keys and flags, what they need beside them, and whether that is set."""
+    up, rule = s.compression.up, s.aggregation.rule
+    local, versions = s.local.is_on or s.model.local_parameters is not None, s.versions.every
+    keeps_versions = versions not in (None, "never") or s.num_rounds is None
+    is_private = s.privacy.is_on or s.privacy.budget is not None
+    noise = "--privacy-epsilon or --privacy-noise-multiplier"
+    steps = "--local-steps, --local-epochs, --algorithm or --local-parameters"
+    masks, page = s.secure.aggregation != "off", s.server.page is not None
+    yield "compression.rank", "--compress-rank", "--compress low-rank", up == "low-rank"
+    chosen = "--compress top-k or --compress random-k"
+    yield "compression.fraction", "--compress-fraction", chosen, up in ("top-k", "random-k")
+    chosen = "--compress top-k or --compress low-rank"
+    yield "compression.values", "--compress-values", chosen, up in ("top-k", "low-rank")
+    yield "secure.ring_bits", "--ring-bits", "--secure-aggregation", masks
+    chosen = "--aggregation trimmed-mean or --aggregation krum"
+    yield "aggregation.attackers", "--attackers", chosen, rule in ("trimmed-mean", "krum")
+    follows, most = s.plan.follow_noise_scale, "plan.max_effective_batch_size"
+    yield most, "--max-effective-batch-size", "--follow-noise-scale", follows
+    yield "local.learning_rate", "--local-learning-rate", steps, local
+    yield "privacy.delta", "--privacy-delta", f"{noise}; on a device, --privacy-budget", is_private
+    yield "privacy.clip", "--privacy-clip", noise, is_private
+    yield "privacy.bands", "--privacy-bands", noise, is_private
+    counts = s.statistics.is_on
+    yield "statistics.max_examples", "--statistics-examples", "--statistics", counts
+    yield "versions.kept", "--versions-kept", "--version-every", keeps_versions
+    has_schedule = s.schedule.name is not None
+    yield "schedule.arguments", "--schedule-argument", "--schedule", has_schedule
+    yield "server.page_stays_seconds", "--page-stays", "--page", page
 
 
 def why_no_branches(s: _Settings) -> str | None:

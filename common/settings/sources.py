@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from headwater.common.errors import SettingsError
 from headwater.common.parsed_text import toml_of
+from headwater.common.settings.conflicts import check_effective
 from headwater.common.settings.introspection import all_settings, branches, keyword_of
 from headwater.common.settings.schema import SETTINGS_FILE, Settings, flattened
 from headwater.common.user_code.task_spec import name_of
@@ -92,7 +93,9 @@ def load(
     _lay_over(tree, own)
     for key, value in given.items():
         _put(tree, key, value)
-    return _validated(tree, file=str(config if below is None else below), layers=layers)
+    settings = _validated(tree, file=str(config if below is None else below), layers=layers)
+    check_effective(settings, given)
+    return settings
 
 
 def load_run(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwater.common.data.columns import column_of
-from headwater.common.errors import MissingData
+from headwater.common.errors import EmptyDataset, MissingData
 from headwater.common.model.parameters import ModelImage
 from headwater.common.task import load_task, open_train_examples
 from headwater.simulation.api import simulate
@@ -239,6 +239,33 @@ def test_lines_that_are_no_conversations_are_counted_and_named(
         "1 (not UTF-8): chats.jsonl:11",
     ):
         assert f"{data}: left out {part}" in caplog.text
+
+
+def test_half_a_character_in_an_escape_takes_its_line_alone(
+    chat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as of an emoji that something cut in the middle: a tokenizer takes no such text."""
+    half = conversation("a", "b").replace('"a"', r'"a \ud83d"')
+    data = written(tmp_path / "chats.jsonl", half, conversation("c", "d"))
+    task = chat.ChatLm()
+    assert answers(task, task.read(data)) == [f"d{END}"]
+    assert "left out 1 (not UTF-8): chats.jsonl:1" in caplog.text
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(chat: Any, tmp_path: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text(conversation("a", "b") + "\n", encoding="utf-8-sig")
+    task = chat.ChatLm()
+    assert answers(task, task.read(data)) == [f"b{END}"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_file_without_a_line_is_an_empty_data_set(
+    chat: Any, tmp_path: Path, is_packed: bool
+) -> None:
+    task: Any = type("Mine", (chat.ChatLm,), {"is_packed": is_packed})()
+    with pytest.raises(EmptyDataset):
+        open_train_examples(task, data=written(tmp_path / "chats.jsonl"), part=0, num_parts=1)
 
 
 def test_data_without_any_conversation_is_an_error_with_the_reasons(

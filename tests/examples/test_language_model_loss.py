@@ -5,6 +5,7 @@ transformers is imported by the tests themselves: it takes seconds, and quick te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -165,6 +166,16 @@ def test_a_change_of_the_logits_that_no_setting_names_is_refused_and_its_remedy_
     logits = model(input_ids=tokens, use_cache=False).logits
     expected = nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
     check_equal(model, task.loss_sum(model, (tokens, targets))[0], expected)
+
+
+def test_a_weight_that_is_not_finite_is_named(lm: Any, transformers: Any, tmp_path: Path) -> None:
+    """Its NaN is in every logit, and no setting would mend that."""
+    model = task_of(lm, transformers, "Llama", tmp_path).new_model()
+    with torch.no_grad():
+        model.model.norm.weight[3] = math.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"weights that are not finite: model\.norm\.weight"):
+        type("Mine", (lm.CausalLm,), {"folder": str(tmp_path)})().new_model()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import headwater
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
+from headwater.common.settings.sources import load
 
 MASKS = {"secure": {"aggregation": "semi-honest"}}
 PRIVATE = {"privacy": {"noise_multiplier": 1.0}, "plan": {"accumulation_steps": 2}}
@@ -327,3 +329,36 @@ def test_all_conflicts_are_told_at_once() -> None:
         Settings.model_validate({"privacy": {"epsilon": 8}, "cohort": {"weighting": "dataset"}})
     assert "--accumulation-steps" in caught.value.remedy
     assert "leave out --weighting dataset" in caught.value.remedy
+
+
+WITHOUT_EFFECT = {
+    "compression.rank": 8,
+    "compression.fraction": 0.5,
+    "compression.values": "int4",
+    "secure.ring_bits": 16,
+    "aggregation.attackers": 0.3,
+    "plan.max_effective_batch_size": 999,
+    "local.learning_rate": 0.5,
+    "privacy.delta": 1e-6,
+    "privacy.clip": 2.0,
+    "privacy.bands": 4,
+    "statistics.max_examples": 10,
+    "versions.kept": 3,
+    "schedule.arguments": {"gamma": 0.5},
+    "server.page_stays_seconds": 5,
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_what_is_typed_and_changes_nothing_is_refused(key: str) -> None:
+    """Whoever forgets --compress low-rank beside --compress-rank would send every update whole."""
+    with pytest.raises(SettingsError, match=r"^--[a-z-]+ has no effect without --") as caught:
+        load(None, {key: WITHOUT_EFFECT[key]})
+    assert caught.value.remedy.startswith(f"leave out {str(caught.value).split()[0]}, or set --")
+
+
+def test_what_a_file_has_for_another_day_is_taken(tmp_path: Path) -> None:
+    """As of a run that goes on with other bits: its file names the rank that it had."""
+    (tmp_path / "run.toml").write_text("[compression]\nrank = 8\n")
+    assert load(tmp_path / "run.toml", {"compression.up": "int4"}).compression.rank == 8
+    assert load(None, {"compression.up": "low-rank", "compression.rank": 8}).compression.rank == 8

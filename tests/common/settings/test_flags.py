@@ -140,11 +140,11 @@ def test_flags_that_are_not_given_set_nothing() -> None:
 
 
 def test_flags_become_values_of_the_settings_types() -> None:
-    words = "--rounds 7 --deadline 2.5 --no-check --ring-bits 16 --workers auto --fleet a.toml"
+    words = "--rounds 7 --deadline 2.5 --no-check --local-steps 3 --workers auto --fleet a.toml"
     settings = load(None, parsed("simulate", *words.split()))
     assert (settings.rounds, settings.cohort.deadline_seconds) == (7, 2.5)
     assert not settings.check_task
-    assert settings.secure.ring_bits == 16
+    assert settings.local.steps == 3
     assert settings.simulation.workers == "auto"
     assert settings.simulation.fleet == Path("a.toml")
 
@@ -154,10 +154,10 @@ def test_a_name_made_of_digits_stays_a_name() -> None:
 
 
 def test_set_reaches_settings_without_a_flag_and_keys_of_a_table() -> None:
-    words = "--set plan.memory_fraction=0.7 --set secure.ring_bits=16 --set optimizer.arguments.b=1"
+    words = "--set plan.memory_fraction=0.7 --set server.listen=:1 --set optimizer.arguments.b=1"
     settings = load(None, parsed("server", *words.split()))
     assert settings.plan.memory_fraction == 0.7
-    assert settings.secure.ring_bits == 16
+    assert settings.server.listen == ":1"
     assert settings.optimizer.arguments == {"b": 1}
 
 
