@@ -93,9 +93,7 @@ def load(
     _lay_over(tree, own)
     for key, value in given.items():
         _put(tree, key, value)
-    settings = _validated(tree, file=str(config if below is None else below), layers=layers)
-    check_effective(settings, given)
-    return settings
+    return _validated(tree, file=str(config if below is None else below), layers=layers)
 
 
 def load_run(
@@ -108,6 +106,8 @@ def load_run(
 ) -> Settings:
     """Read the settings of a run; those of a resumed run are laid over its own settings file.
 
+    What ``overrides`` say must change something (``check_effective``), as somebody typed it.
+
     ``is_own`` says that this server wrote that file, which may then say anything.
 
     Raises:
@@ -115,8 +115,9 @@ def load_run(
             task to begin with; or its file names code elsewhere (``check_code``), or places
             (``check_places``), or switches protection off; or a file in its folder is a link.
     """
+    typed = {key for key, value in overrides.items() if value is not None}
     if not resume:
-        return load(config, overrides, source=source)
+        return _typed(load(config, overrides, source=source), typed)
     own = {} if config is None else read_tree(config)
     out = overrides.get("out") or own.get("out")
     if out is None:
@@ -136,15 +137,19 @@ def load_run(
 
     check_no_links(Path(out))
     if not left.exists():
-        return load(config, overrides, source=source)
+        return _typed(load(config, overrides, source=source), typed)
 
-    settings = load(config, overrides, source=source, below=left)
-    given = {key for key, value in overrides.items() if value is not None}
-    given |= {key for key, _ in flattened(own)}
+    settings = _typed(load(config, overrides, source=source, below=left), typed)
+    given = typed | {key for key, _ in flattened(own)}
     check_code(settings, left, given=given, came_with=Path(out))
     if not is_own:
         check_places(settings, left, folder=Path(out), given=given)
         check_protected(settings, left, given=given)
+    return settings
+
+
+def _typed(settings: Settings, keys: set[str]) -> Settings:
+    check_effective(settings, keys)
     return settings
 
 

@@ -10,7 +10,7 @@ import pytest
 import headwater
 from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import Settings
-from headwater.common.settings.sources import load
+from headwater.common.settings.sources import load_run
 
 MASKS = {"secure": {"aggregation": "semi-honest"}}
 PRIVATE = {"privacy": {"noise_multiplier": 1.0}, "plan": {"accumulation_steps": 2}}
@@ -353,12 +353,14 @@ WITHOUT_EFFECT = {
 def test_what_is_typed_and_changes_nothing_is_refused(key: str) -> None:
     """Whoever forgets --compress low-rank beside --compress-rank would send every update whole."""
     with pytest.raises(SettingsError, match=r"^--[a-z-]+ has no effect without --") as caught:
-        load(None, {key: WITHOUT_EFFECT[key]})
+        load_run(None, {key: WITHOUT_EFFECT[key]}, resume=False)
     assert caught.value.remedy.startswith(f"leave out {str(caught.value).split()[0]}, or set --")
 
 
 def test_what_a_file_has_for_another_day_is_taken(tmp_path: Path) -> None:
     """As of a run that goes on with other bits: its file names the rank that it had."""
     (tmp_path / "run.toml").write_text("[compression]\nrank = 8\n")
-    assert load(tmp_path / "run.toml", {"compression.up": "int4"}).compression.rank == 8
-    assert load(None, {"compression.up": "low-rank", "compression.rank": 8}).compression.rank == 8
+    file, bits = tmp_path / "run.toml", {"compression.up": "int4"}
+    assert load_run(file, bits, resume=False).compression.rank == 8
+    factors = {"compression.up": "low-rank", "compression.rank": 3}
+    assert load_run(file, factors, resume=False).compression.rank == 3
