@@ -52,7 +52,7 @@ class FrozenFiles:
             return self._drop(path, str(error))
         if found.digest != digest:
             return self._drop(path, f"its SHA-256 is {found.digest:.12}, not {digest:.12}")
-        image.adopt_frozen(frozen_U8, found)
+        image.adopt_frozen(frozen_U8, found, is_file=True)
         with contextlib.suppress(OSError):
             os.utime(path)  # the order in which files are deleted
         return True
@@ -67,7 +67,8 @@ class FrozenFiles:
             with atomic_writer(own, mode=OWNER_ONLY) as part:
                 frozen_part.write(part, image.layout, image.frozen_U8)
             own.replace(path)
-            image.adopt_frozen(frozen_part.read(path, image.layout), fingerprint)
+            frozen_U8 = frozen_part.read(path, image.layout)
+            image.adopt_frozen(frozen_U8, fingerprint, is_file=True)
         except (OSError, ValueError) as error:
             log.warning(
                 "the frozen part of the model is not kept: %s; this process has it in memory, the "

@@ -127,7 +127,8 @@ class CheckpointedClients:
         self.passed = None  # of an earlier check, whose data may have been others
         _check_rest(context)
         limit = context.memory.limit_bytes()
-        is_large = limit is not None and resident_bytes() > LARGE_SHARE * limit
+        beside = self._image.frozen_file_bytes
+        is_large = limit is not None and resident_bytes() + beside > LARGE_SHARE * limit
         if is_large:
             keep_mmap_threshold()  # before the first pass leaves holes in the heap
         self.measure(context)
@@ -138,7 +139,7 @@ class CheckpointedClients:
         if (
             found is None
             or limit is None
-            or (rest + gradient + WORKING_FACTOR * found.plain <= guarded_bytes(limit, rest))
+            or rest + gradient + WORKING_FACTOR * found.plain + beside <= guarded_bytes(limit, rest)
         ):
             if is_large:
                 raise_mmap_threshold()
@@ -157,12 +158,13 @@ class CheckpointedClients:
         if measured is None:
             return
         room = guarded_bytes(limit, rest)
-        choice = _choice_in_heap(measured, room)
+        # Passes that push the frozen part out read it from its file again; rather recompute more.
+        choice = _choice_in_heap(measured, room - beside)
         if choice is not None:
             raise_mmap_threshold()
             peak = measured.in_heap().peak_bytes(choice)
         else:
-            choice = measured.cheapest(room)
+            choice = measured.cheapest(room - beside)
             peak = measured.peak_bytes(choice)
         switch_on(self._image.model, choice)
         context.memory.expect(rest_bytes=rest, peak_bytes=peak)

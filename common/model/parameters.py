@@ -96,6 +96,11 @@ class ModelImage:
         """The parameters that stay on the device."""
         self.frozen_U8 = _frozen_block(model, self.layout.num_frozen_bytes)
         """The frozen parameters and the buffers."""
+        self.frozen_file_bytes = 0
+        """Of the frozen part, what is or will be pages of a file: each pass reads them, although
+        the kernel may drop them."""
+        if any(is_stand_in(memory_of(one)) for one in model.parameters()):
+            self.frozen_file_bytes = self.layout.num_frozen_bytes
         self.fingerprint: Fingerprint | None = None
         """Of the frozen part; None if it was not computed since the memory was written."""
         self.recorded: dict[str, Any] = {}
@@ -151,8 +156,11 @@ class ModelImage:
         sha.update(bytes.fromhex(self.frozen_digest))
         return sha.digest()
 
-    def adopt_frozen(self, frozen_U8: Tensor, fingerprint: Fingerprint) -> None:
+    def adopt_frozen(
+        self, frozen_U8: Tensor, fingerprint: Fingerprint, *, is_file: bool = False
+    ) -> None:
         """Use another block as the frozen part: shared memory, or a file that is mapped."""
+        self.frozen_file_bytes = frozen_U8.nbytes if is_file else 0
         for slot, (_, tensor) in zip(self.layout.frozen, self._frozen, strict=True):
             tensor.data = slot.view_of(frozen_U8)
         self.frozen_U8, self.fingerprint = frozen_U8, fingerprint

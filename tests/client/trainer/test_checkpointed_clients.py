@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from headwater.client.memory import pass_memory
-from headwater.client.memory.activation_checkpointing import Recomputed
+from headwater.client.memory.activation_checkpointing import Recomputed, choice_of, is_on
 from headwater.client.memory.pass_memory import PassMemory, Stretch
 from headwater.client.memory.peak_model import ProcessMemory, resident_bytes
 from headwater.client.trainer import checkpointed_clients
@@ -118,6 +118,19 @@ def test_where_nothing_is_dropped_blocks_come_from_the_heap_if_its_gaps_fit(
     monkeypatch.setattr(pass_memory, "HEAP_GAPS", heap_gaps)
     fit(1.5)
     assert mallopt[-len(last) :] == last
+
+
+def test_room_is_left_for_a_frozen_part_that_is_read_from_its_file_in_each_pass() -> None:
+    """The kernel may drop its pages, so that no limit counts them."""
+    context = context_below(1.5)
+    context.image.frozen_file_bytes = resident_bytes()  # more than the limit leaves
+    clients = CheckpointedClients(context.image)
+    clients.fit(context)  # and is not refused: with what there is, it works
+    extents = {*choice_of(context.image.model).values()}
+    assert extents == {Recomputed.ALL}
+    plain = context_below(1.5)
+    CheckpointedClients(plain.image).fit(plain)
+    assert not is_on(plain.image.model)
 
 
 BLOCKS, MIB = range(10), 1 << 20
