@@ -102,6 +102,8 @@ def with_fleet(settings: Settings) -> Settings:
             setting, another number of clients is set, a round needs more clients than there are, a
             fault affects no device, or the engine cannot simulate a file's content.
     """
+    if settings.simulation.faults is not None:
+        settings = _with(settings, faults=existing_or_bundled(settings.simulation.faults))
     chosen = settings.simulation
     if chosen.fleet is not None and not _is_equal(settings):
         path = existing_or_bundled(chosen.fleet)

@@ -29,7 +29,6 @@ SHORTER = {
 # The files of a user's own that the docs name, and do not show how to write.
 FILES = {
     "my_task.py": "from headwater.examples.digits import Digits as MyTask\n",
-    "liars.toml": '[[liar]]\nshare = 0.1\nkind = "nan"\n',
 }
 
 
