@@ -5,6 +5,9 @@
 batteries and with jitter. The idle time is the mean over the rounds after the third, as the run
 prints it; the seconds are the last round's. ``liars``: accuracy on the digits' test images with a
 hundred devices, of which some falsify their updates, after thirty rounds of Adam at 0.01.
+``dropouts``: the same accuracy after sixty rounds, plain and masked, where devices drop out at
+random points, and the sessions that were aborted beside the share that follows from the protocol's
+rules (``headwater.simulation.reports.session_aborts``).
 
 The devices' seconds are virtual, so the tables are the same on every machine.
 """

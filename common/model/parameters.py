@@ -94,13 +94,12 @@ class ModelImage:
         self.values_P = self.bytes_U8.view(torch.float32)
         self.local_L = torch.zeros(self.layout.num_local)
         """The parameters that stay on the device."""
-        self.frozen_U8 = _frozen_block(model, self.layout.num_frozen_bytes)
+        is_sent = any(is_stand_in(memory_of(one)) for one in model.parameters())
+        self.frozen_U8 = _frozen_block(self.layout.num_frozen_bytes, is_sent=is_sent)
         """The frozen parameters and the buffers."""
-        self.frozen_file_bytes = 0
+        self.frozen_file_bytes = self.layout.num_frozen_bytes if is_sent else 0
         """Of the frozen part, what is or will be pages of a file: each pass reads them, although
         the kernel may drop them."""
-        if any(is_stand_in(memory_of(one)) for one in model.parameters()):
-            self.frozen_file_bytes = self.layout.num_frozen_bytes
         self.fingerprint: Fingerprint | None = None
         """Of the frozen part; None if it was not computed since the memory was written."""
         self.recorded: dict[str, Any] = {}
@@ -263,9 +262,9 @@ class ModelImage:
         return [one for _, one in self.trained if isinstance(one, nn.Parameter)]
 
 
-def _frozen_block(model: nn.Module, num_bytes: int) -> Tensor:
+def _frozen_block(num_bytes: int, *, is_sent: bool) -> Tensor:
     """Return memory for the frozen part; of zeros that take none, if it is yet to come."""
-    if not any(is_stand_in(memory_of(tensor)) for tensor in model.parameters()):
+    if not is_sent:
         return torch.empty(num_bytes, dtype=torch.uint8)
     if sys.platform == "win32":
         pages = mmap.mmap(-1, num_bytes)
