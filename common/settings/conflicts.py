@@ -6,8 +6,9 @@ stand by feature. A run with such settings never begins: neither the task nor th
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from headwater.common.errors import SettingsError
@@ -123,18 +124,20 @@ def check_together(s: _Settings) -> None:
         )
 
 
-def check_effective(s: _Settings, given: Collection[str]) -> None:
-    """Check that each of the settings in ``given``, by its key, changes something in this run.
+def check_effective(runs: Sequence[_Settings], given: Collection[str]) -> None:
+    """Check that each of the settings in ``given``, by its key, changes something in one of runs.
 
     For what is typed now alone: the file of a run, or of a fleet, may have more for another day.
 
     Raises:
-        SettingsError: one has an effect only together with another, which is not set.
+        SettingsError: one has an effect only together with another, which no run has.
     """
+    rows = [list(_partners(run)) for run in runs]
+    effective = {key for row in rows for key, _, _, has_effect in row if has_effect}
     found = {
         flag: other
-        for key, flag, other, has_effect in _partners(s)
-        if key in given and not has_effect
+        for key, flag, other, _ in itertools.chain(*rows)
+        if key in given and key not in effective
     }
     if found:
         raise SettingsError(

@@ -149,7 +149,7 @@ def load_run(
 
 
 def _typed(settings: Settings, keys: set[str]) -> Settings:
-    check_effective(settings, keys)
+    check_effective([settings], keys)
     return settings
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.common.errors import SettingsError
+from headwater.common.settings.conflicts import check_effective
 from headwater.common.settings.rounds import CompressionSettings
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
@@ -232,7 +233,8 @@ def plan_comparison(
     """Return the comparison of the algorithms with these settings.
 
     Raises:
-        SettingsError: a setting is wrong or the comparison chooses it; a seed is named twice.
+        SettingsError: a setting is wrong, or changes nothing, or the comparison chooses it; a seed
+            is named twice.
     """
     shared.check()
     if len(set(seeds)) < len(seeds):
@@ -244,9 +246,11 @@ def plan_comparison(
         settings.optimizer,
         few_bytes=is_in_float32 and budget.resource in ("bytes", "seconds"),
     )
+    possible = [(one, run) for one in tried if (run := _settings_if_possible(one, shared))]
+    check_effective([run for _, run in possible], shared.overrides)
     return Comparison(
         shared=shared,
-        candidates=tuple(one for one in tried if _is_possible(one, shared)),
+        candidates=tuple(one for one, _ in possible),
         seeds=tuple(seeds),
         budget=budget,
         metric=metric,
@@ -255,14 +259,13 @@ def plan_comparison(
     )
 
 
-def _is_possible(candidate: Candidate, shared: Shared) -> bool:
-    """Return whether an algorithm goes with the shared settings; log why it does not."""
+def _settings_if_possible(candidate: Candidate, shared: Shared) -> Settings | None:
+    """Return an algorithm's settings; None, and log why, if it does not go with the shared ones."""
     try:
-        _load(shared.without(candidate.other_branch), candidate.at(candidate.first_rate))
+        return _load(shared.without(candidate.other_branch), candidate.at(candidate.first_rate))
     except SettingsError as error:
         log.warning("%s is not compared: %s", candidate.name, error.message)
-        return False
-    return True
+        return None
 
 
 def _load(shared: Shared, point: Point) -> Settings:

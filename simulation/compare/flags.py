@@ -8,7 +8,8 @@ from headwater.common.settings.flags import SettingsCommand
 CHOSEN = (
     *("rounds", "seed", "optimizer.learning_rate", "algorithm.name", "algorithm.arguments"),
     *("local.algorithm", "local.steps", "local.epochs", "local.learning_rate"),
-    *("local.optimizer", "local.arguments", "local.proximal", "server.page"),
+    *("local.optimizer", "local.arguments", "local.proximal"),
+    *("server.page", "server.page_stays_seconds"),
 )
 
 

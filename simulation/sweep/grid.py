@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headwater.common.errors import SettingsError
 from headwater.common.parsed_text import toml_of
+from headwater.common.settings.conflicts import check_effective
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load, with_default_task
 from headwater.common.user_code.task_spec import source_file
@@ -102,7 +103,8 @@ def plan_runs(
 
     Raises:
         SettingsError: a setting is unknown, out of range, or reserved for the sweep (seed, out);
-            a run has no end; there are more than ``MAX_RUNS`` runs, or two equal ones.
+            a run has no end; there are more than ``MAX_RUNS`` runs, or two equal ones; an override
+            or a setting of the grid changes nothing in any of them.
     """
     for key in ("seed", "out"):
         if key in tree or key in sweep.grid or overrides.get(key) is not None:
@@ -127,6 +129,7 @@ def plan_runs(
         raise SettingsError(
             "two runs of the sweep are the same", remedy="give each value and each seed once"
         )
+    check_effective([run.settings for run in runs], {*overrides, *sweep.grid})
     return runs
 
 

@@ -9,8 +9,9 @@ import pytest
 
 import headwater
 from headwater.common.errors import SettingsError
+from headwater.common.settings.conflicts import check_effective
 from headwater.common.settings.schema import Settings
-from headwater.common.settings.sources import load_run
+from headwater.common.settings.sources import load, load_run
 
 MASKS = {"secure": {"aggregation": "semi-honest"}}
 PRIVATE = {"privacy": {"noise_multiplier": 1.0}, "plan": {"accumulation_steps": 2}}
@@ -364,3 +365,10 @@ def test_what_a_file_has_for_another_day_is_taken(tmp_path: Path) -> None:
     assert load_run(file, bits, resume=False).compression.rank == 8
     factors = {"compression.up": "low-rank", "compression.rank": 3}
     assert load_run(file, factors, resume=False).compression.rank == 3
+
+
+def test_what_changes_one_of_several_runs_has_an_effect() -> None:
+    float32, factors = load(None, {}), load(None, {"compression.up": "low-rank"})
+    check_effective([float32, factors], ["compression.rank"])
+    with pytest.raises(SettingsError, match="--compress-rank has no effect"):
+        check_effective([float32, float32], ["compression.rank"])

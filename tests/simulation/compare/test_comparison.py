@@ -268,6 +268,14 @@ def test_a_wrong_setting_is_named_before_anything_runs(tmp_path: Path) -> None:
         comparison(tmp_path, **wrong)
 
 
+def test_a_setting_without_effect_in_every_algorithm_is_refused(tmp_path: Path) -> None:
+    rank: dict[str, Any] = {"compression.rank": 4}
+    factors: dict[str, Any] = {"compression.up": "low-rank"}
+    with pytest.raises(SettingsError, match="--compress-rank has no effect without"):
+        comparison(tmp_path, **rank)
+    assert comparison(tmp_path, **rank, **factors).candidates
+
+
 def test_a_seed_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="names a seed twice"):
         plan_comparison(

@@ -101,6 +101,26 @@ def test_an_error_names_what_is_wrong_with_the_grid(
         plan_runs({"task": TASK, **tree}, Sweep(seeds=(0,), grid=grid), {}, out=tmp_path)
 
 
+def test_a_setting_that_changes_none_of_the_runs_is_refused(tmp_path: Path) -> None:
+    """Or the sweep would show three equal columns, one for each rank of no factor."""
+    one = {"task": TASK}
+    ranks: dict[str, list[Any]] = {"compression.rank": [2, 4]}
+    with pytest.raises(SettingsError, match=r"--compress-rank has no effect without --compress"):
+        plan_runs(one, Sweep(seeds=(0,), grid=ranks), {}, out=tmp_path)
+    with pytest.raises(SettingsError, match=r"--ring-bits has no effect without"):
+        plan_runs(one, Sweep(seeds=(0,)), {"secure.ring_bits": 16}, out=tmp_path)
+    with_factors = Sweep(seeds=(0,), grid={**ranks, "compression.up": ["off", "low-rank"]})
+    assert len(plan_runs(one, with_factors, {}, out=tmp_path)) == 4
+    assert (
+        len(
+            plan_runs(
+                one, Sweep(seeds=(0,), grid=ranks), {"compression.up": "low-rank"}, out=tmp_path
+            )
+        )
+        == 2
+    )
+
+
 def test_a_sweep_s_file_contains_settings_and_a_table(tmp_path: Path) -> None:
     path = tmp_path / "sweep.toml"
     path.write_text(
