@@ -57,10 +57,17 @@ def work_of(
     spool: Spool | None = None,
     algorithm: ClientAlgorithm | None = None,
     own: Sequence[Feature] = (),
+    least_tested: int = 0,
 ) -> Work:
     """Return a plan's work with the features that it calls for."""
-    features = features_of(plan, context, algorithm, own)
-    return Work(plan=plan, window=window, context=context, spool=spool, features=features)
+    return Work(
+        plan=plan,
+        window=window,
+        context=context,
+        spool=spool,
+        features=features_of(plan, context, algorithm, own),
+        least_tested=least_tested,
+    )
 
 
 def train_round(

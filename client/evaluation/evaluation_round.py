@@ -63,7 +63,7 @@ class EvaluationRound(Feature):
                 "that the plan names",
                 remedy="use a server of this version",
             )
-        positions = _positions(work, terms)
+        positions = _hidden(_positions(work, terms), work)
         tell_round(context.task, terms.model_round)
         with running("the test of the model"):
             self._tested, faults = test_models(
@@ -139,6 +139,24 @@ def _positions(work: Work, terms: EvaluationTerms) -> list[int]:
         if not work.plan.hides_data:  # a refusal would tell of the data, and zeros do not
             raise error
         log.warning("%s", error)
+    return positions
+
+
+def _hidden(positions: list[int], work: Work) -> list[int]:
+    """Return the examples that are tested under masks: none if they are fewer than the owner's.
+
+    A server that chooses the share could otherwise leave one example of one device in the sum.
+    """
+    if 0 < len(positions) < work.least_tested:
+        log.warning(
+            "%s, round %d: it would test on %s of its own, and its owner masks at least %d "
+            "(secure.min_quota): it gives zeros to the sum",
+            work.context.name,
+            work.plan.round,
+            counted(len(positions), "example"),
+            work.least_tested,
+        )
+        return []
     return positions
 
 

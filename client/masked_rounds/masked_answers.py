@@ -102,6 +102,7 @@ def train_masked(request: DeviceRequest, plan: Plan) -> RecordDict:
             left_out=window.left_out,
             store=request.local_store,
             more=own,
+            least_tested=request.settings.secure.min_quota,
         )
         for one in own if is_active else ():  # a refusal now could tell of the examples
             one.check_stateless(identity.name)

@@ -334,11 +334,13 @@ class Trainer:
         left_out: frozenset[int] = frozenset(),
         store: LocalStore | None = None,
         more: Sequence[Feature] = (),
+        least_tested: int = 0,
     ) -> tuple[Update, SamplerState]:
         """Carry out a plan; return the update and the sampler's state with the round pending.
 
         ``order_seed`` replaces the run's seed in the order of the examples. The places ``left_out``
-        of the window are passed over. ``more`` are features of the user's.
+        of the window are passed over. ``more`` are features of the user's. A test on fewer
+        examples than ``least_tested`` is on none.
 
         The spool's file stays until the update was handed over; it is removed if there is none. The
         parameters that stay on the device are stored when this returns or raises, pending too.
@@ -358,7 +360,7 @@ class Trainer:
                 self._compare_more(own, identity.name)
             plan = self.precision.resolved(plan, identity)
             context = self.context(examples, identity.name, hardware)
-            work = work_of(plan, positions, context, spool, algorithm, more)
+            work = work_of(plan, positions, context, spool, algorithm, more, least_tested)
             try:
                 with hardware.bounded():
                     self._sum(work)

@@ -85,6 +85,8 @@ class Work:
     """Counts, losses and metrics of what was summed; the sum is in the accumulator's vector."""
     start_seconds: float = field(init=False)
     """When the round began, by the clock; with a spool, before the power was cut."""
+    least_tested: int = 0
+    """A test on fewer examples than these is on none: those of a masked device show in its sum."""
     num_steps: int = 1
     """The steps that the model has taken within the round; 1 for an exact sum."""
     unused: tuple[int, ...] | None = None

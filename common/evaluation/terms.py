@@ -8,6 +8,7 @@ itself, under masks too.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
@@ -33,15 +34,14 @@ OTHER = "other "
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-def subject_of(model_digest: bytes, fraction: float) -> bytes:
+def subjects_of(model_digest: bytes, fraction: float) -> tuple[bytes, ...]:
     """Return what the sums of a test are of: a device that masks gives each example to it once.
 
     Up to half of the examples are a test of the model; its training at that model goes on with all.
-    More are the model's own, as two sums of all examples would show who is in only one.
+    More are the model's own as well, as two sums of all examples would show who is in only one.
     """
-    if fraction > MAX_SEPARATE:
-        return model_digest
-    return hashlib.sha256(b"headwater evaluation " + model_digest).digest()
+    test = hashlib.sha256(b"headwater evaluation " + model_digest).digest()
+    return (model_digest, test) if fraction > MAX_SEPARATE else (test,)
 
 
 class EvaluationTerms(Terms):
@@ -75,12 +75,14 @@ class EvaluationTerms(Terms):
 
     @property
     def subject(self) -> bytes | None:
-        return subject_of(bytes.fromhex(self.model), self.fraction)
+        return subjects_of(bytes.fromhex(self.model), self.fraction)[0]
 
     @property
     def other_subjects(self) -> Sequence[bytes]:
-        """The digest of the other model's test: what is given to it is given in this round too."""
-        return () if self.other is None else (subject_of(bytes.fromhex(self.other), self.fraction),)
+        """The digests of what else the sums are of, such as the other model's test."""
+        models = [self.model] if self.other is None else [self.model, self.other]
+        found = [subjects_of(bytes.fromhex(model), self.fraction) for model in models]
+        return tuple(itertools.chain.from_iterable(found))[1:]
 
     @property
     def num_models(self) -> int:

@@ -56,7 +56,8 @@ def result_of(
     first = rows[0].figures
     if not first[NUM_EXAMPLES]:
         raise EmptyDataset(
-            f"none of {counted(num_devices, 'device')} holds examples out that can be evaluated",
+            f"none of {counted(num_devices, 'device')} holds examples out that can be evaluated, "
+            "or under masks as many as its secure.min_quota",
             remedy="raise --test-fraction; 1 tests on all examples of the devices",
         )
     results = []

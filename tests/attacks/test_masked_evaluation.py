@@ -130,6 +130,18 @@ def test_a_device_masks_its_examples_in_one_test_of_a_model_alone(tmp_path: Path
     opened(devices, asking(3, asked(1.0), model_version=5), shift=1.0)
 
 
+@pytest.mark.parametrize("shares", [(0.5, 0.55), (0.55, 0.5)])
+def test_a_test_of_a_little_more_than_half_is_a_test_of_the_model_as_well(
+    tmp_path: Path, shares: tuple[float, float]
+) -> None:
+    """A second sum without one of the members would show that one's part."""
+    devices = cohort(tmp_path)
+    first, second = shares
+    opened(devices, asking(1, asked(fraction=first)))
+    with pytest.raises(UpdateAlreadyMasked):
+        train(devices[1], asking(2, asked(fraction=second)), IMAGES[0.0])
+
+
 def test_a_comparison_is_a_test_of_both_models(tmp_path: Path) -> None:
     devices = cohort(tmp_path)
     both = asking(1, asked(0.0, other=digest(1.0)))

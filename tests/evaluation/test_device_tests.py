@@ -320,6 +320,19 @@ def test_masked_devices_without_held_out_examples_are_refused_by_name(
         result_of(tmp_path, runs / "late", test_fraction=0.01, **MASKED)
 
 
+def test_a_masked_device_tests_on_at_least_as_many_examples_as_its_owner_masks(
+    tmp_path: Path, runs: Path
+) -> None:
+    """Or a server that chooses the share would have one example of one device in the sum."""
+    found = result_of(tmp_path / "one", runs / "late", test_fraction=8 / 45, **MASKED)
+    assert found["num_examples"] == 8, "only the last device has 45 examples, and the others 7"
+    with pytest.raises(EmptyDataset, match="none of 6 devices holds examples out"):
+        result_of(tmp_path / "none", runs / "late", test_fraction=0.17, **MASKED)
+    few = {"settings": {"secure.min_quota": 7}}
+    found = result_of(tmp_path / "few", runs / "late", test_fraction=8 / 45, **MASKED, **few)
+    assert found["num_examples"] == 5 * 7 + 8
+
+
 def test_a_comparison_needs_a_model_to_test(tmp_path: Path, runs: Path) -> None:
     with pytest.raises(SettingsError, match="--compare-with is for --test-model"):
         headwater.simulate(THREE, **GIVEN, compare_with=runs / "late", out=tmp_path)
