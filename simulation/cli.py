@@ -32,7 +32,8 @@ Metric = Annotated[
     typer.Option(
         "--metric",
         metavar="NAME",
-        help="The metric to compare by. [default: test_accuracy, test_loss or loss]",
+        help="The metric to compare by; min:NAME or max:NAME where the name does not tell which is "
+        "better. [default: test_accuracy, test_loss or loss]",
     ),
 ]
 Jobs = Annotated[

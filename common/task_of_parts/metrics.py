@@ -71,11 +71,14 @@ def _fitting(loss: SummedLoss) -> dict[str, SummedMetric]:
         return {name: MeanPerWeight(name, of) for name, of in means.items()} | {"r2": R2("r2")}
 
     def counted(targets: Tensor, is_right: Tensor) -> Tensor:
-        if loss.class_weights is not None and not targets.is_floating_point():
-            is_counted = torch.ne(targets, -1 if loss.ignore_index is None else loss.ignore_index)
-            weights = loss.class_weights[targets.where(is_counted, targets.new_zeros(()))]
-            return (is_right * is_counted * weights).sum()
-        return is_right.sum()
+        if targets.is_floating_point():
+            return is_right.sum()
+        is_counted = torch.ne(targets, -1 if loss.ignore_index is None else loss.ignore_index)
+        is_right = is_right & is_counted
+        if loss.class_weights is None:
+            return is_right.sum()
+        weights = loss.class_weights[targets.where(is_counted, targets.new_zeros(()))]
+        return (is_right * weights).sum()
 
     def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
         wanted = targets.argmax(1) if targets.is_floating_point() else targets

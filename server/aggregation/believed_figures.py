@@ -4,14 +4,15 @@ Such a figure moves no model, and costs no client its update (a norm does). But 
 (``--stop-when``), choose its best round (``--best``), and be what people look at. So a figure, per
 unit of weight, counts
 
-* up to a hundred times the median of the round's clients, and in any case up to 1, a loss up to
-  100: clients of another kind may do far worse than the rest;
+* up to ten thousand times the median of the round's clients, and in any case up to 1, a loss up to
+  100: a client whose targets are a hundred times as large has as many times the squared errors;
 * if it is a part of the examples by its name (accuracy, recall ...), up to 2;
 * of one or two clients, whose median says nothing, up to the largest that a masked round has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ from headwater.common.estimates.gradient_noise import NoiseSums
 if TYPE_CHECKING:
     from headwater.server.aggregation.round_reports import ReportColumns
 
-MULTIPLE, LEAST, LEAST_LOSS = 100.0, 1.0, 100.0
+MULTIPLE, LEAST, LEAST_LOSS = 10_000.0, 1.0, 100.0
+NOISE_MULTIPLE = 100.0
 MOST_PART = 2.0
 """A part of the examples is at most 1; their weights may be less than their number."""
 MOST = 2.0**60
@@ -62,7 +64,7 @@ def beyond_belief(
         median, limit = 0.0, MOST
         if len(each) >= LEAST_CLIENTS:
             median = float(np.median(each))
-            limit = min(max(MULTIPLE * median, least), MOST)
+            limit = max(MULTIPLE * median, least)
             if median <= 1 and what != "loss" and is_part(what):
                 limit = MOST_PART
         for at in np.flatnonzero(each > limit).tolist():
@@ -81,7 +83,7 @@ def believed_noise(parts: Sequence[NoiseSums]) -> Sequence[NoiseSums]:
         return parts
     each = np.array([(one.variance, one.squared_gradient) for one in measured])
     each = np.abs(each) / np.array([[one.measured_weight] for one in measured])
-    limits = MULTIPLE * np.median(each, axis=0)
+    limits = NOISE_MULTIPLE * np.median(each, axis=0)
     if not limits.all() or (each <= limits).all():
         return parts
     false = {id(one) for one, row in zip(measured, each, strict=True) if (row > limits).any()}
@@ -101,16 +103,16 @@ def _sums_of(part: ReportColumns, metric: str) -> NDArray[np.float64]:
 def without_figures(parts: Sequence[ReportColumns], names: Sequence[str]) -> list[ReportColumns]:
     """Return the columns with the figures of these clients in the place that the others' mean has.
 
-    So each mean is that of the others, and the weights stay as they are.
+    So each mean is that of the others, NaN if there are none, and the weights stay as they are.
     """
     left_out = set(names)
     kept = [[name not in left_out for name in part.names] for part in parts]
     weights = _column([part.sent_weight for part in parts])
     is_kept = np.array([one for part in kept for one in part], dtype=bool)
-    whole = max(float(weights[is_kept].sum()), 1.0)
+    whole = float(weights[is_kept].sum())
 
     def mean_of(columns: Sequence[NDArray[Any]]) -> float:
-        return float(np.nansum(_column(columns)[is_kept])) / whole
+        return float(np.nansum(_column(columns)[is_kept])) / whole if whole else math.nan
 
     def replaced(values: NDArray[np.float64], at: int, mean: float) -> NDArray[np.float64]:
         return np.where(kept[at], values, mean * parts[at].sent_weight)

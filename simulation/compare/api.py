@@ -86,7 +86,8 @@ def compare(
             given: 50 rounds, 24 of a quick comparison.
         seeds: those of each; not given: 0, 1 and 2, or 0 of a quick one.
         quick: answer soon: three rates each, and then runs of exact steps and of the best others.
-        metric: the one to compare by; not given: test_accuracy, test_loss or loss.
+        metric: the one to compare by, or min:NAME or max:NAME where the name does not tell which
+            values are better; not given: test_accuracy, test_loss or loss.
         target: the value of the metric whose cost counts; not given: nearly the best.
         jobs: runs at a time; not given: the usable cores.
         clients: number of simulated clients.

@@ -88,7 +88,8 @@ def report(comparison: Comparison, *, target: float | None) -> None:
         return
     metric, standings = comparison.chosen_metric(), comparison.standings()
     if target is None:
-        target = derived_target(standings, is_smaller_better=metric.endswith(LOSS))
+        is_smaller = comparison.is_smaller_better(metric)
+        target = derived_target(standings, is_smaller_better=is_smaller)
     budget, is_done = comparison.budget, not comparison.due()
     advice = None
     if target is not None:

@@ -25,7 +25,14 @@ from headwater.simulation.compare.rate_search import best_rate, first_rates, nex
 from headwater.simulation.compare.standing import Standing
 from headwater.simulation.compare.trajectory import Trajectory, summed, trajectory_of
 from headwater.simulation.sweep.grid import Point, SweepRun, run_of
-from headwater.simulation.sweep.results import LOSS, Result, choose_metric, read_result
+from headwater.simulation.sweep.results import (
+    LOSS,
+    Result,
+    check_metric,
+    choose_metric,
+    is_smaller_better,
+    read_result,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +100,15 @@ class Comparison:
         """
         return choose_metric(self.results(), self.metric)
 
+    def is_smaller_better(self, metric: str) -> bool:
+        """Return whether smaller values of a metric are better."""
+        return is_smaller_better(metric, self.metric)
+
+    def curve(self, result: Result, metric: str) -> Trajectory:
+        """Return what a run reached, and at which cost."""
+        is_smaller = self.is_smaller_better(metric)
+        return trajectory_of(result, metric, is_smaller_better=is_smaller)
+
     def standings(self) -> list[Standing]:
         """Return how each candidate stands."""
         metric = self.chosen_metric()
@@ -109,9 +125,9 @@ class Comparison:
                         for run, result in searched
                         if result is not None
                     },
-                    search_cost=summed(_curve(result, metric).total for result in tried),
+                    search_cost=summed(self.curve(result, metric).total for result in tried),
                     rate=rate,
-                    runs=tuple(_curve(one, metric) for one in ended if not one.has_diverged),
+                    runs=tuple(self.curve(one, metric) for one in ended if not one.has_diverged),
                     num_diverged=sum(one.has_diverged for one in ended),
                 )
             )
@@ -168,7 +184,7 @@ class Comparison:
             ]
             metric = choose_metric(best, self.metric) if best else LOSS
             for one in best:
-                curves[candidate.name] = _curve(one, metric)
+                curves[candidate.name] = self.curve(one, metric)
         resource = self.budget.resource
         amount = min((one.total[resource] for one in curves.values()), default=0.0)
 
@@ -197,7 +213,7 @@ class Comparison:
         (best,) = (
             result for run, result in searched if result and run.point[candidate.rate_key] == rate
         )
-        rounds = self.budget.rounds_within(_curve(best, LOSS).total)
+        rounds = self.budget.rounds_within(self.curve(best, LOSS).total)
         return [self._run(candidate, rate, seed, rounds) for seed in self.seeds]
 
     def _run(self, candidate: Candidate, rate: float, seed: int, rounds: int) -> SweepRun:
@@ -217,7 +233,7 @@ class Comparison:
         if result.has_diverged:
             return None
         metric = choose_metric([result], self.metric)
-        curve = _curve(result, metric)
+        curve = self.curve(result, metric)
         return score(curve.values, is_smaller_better=curve.is_smaller_better)
 
 
@@ -237,6 +253,7 @@ def plan_comparison(
             is named twice.
     """
     shared.check()
+    check_metric(metric)
     if len(set(seeds)) < len(seeds):
         raise SettingsError("--seeds names a seed twice", remedy="name each seed once")
     exact = shared.without(LOCAL)
@@ -274,7 +291,3 @@ def _load(shared: Shared, point: Point) -> Settings:
 
 def _ended(runs: Iterable[SweepRun]) -> list[Result]:
     return [result for run in runs if (result := read_result(run)) is not None]
-
-
-def _curve(result: Result, metric: str) -> Trajectory:
-    return trajectory_of(result, metric, is_smaller_better=metric.endswith(LOSS))

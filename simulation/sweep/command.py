@@ -20,6 +20,7 @@ from headwater.simulation.sweep.results import (
     POINTS_FILE,
     RUNS_FILE,
     Summary,
+    check_metric,
     choose_metric,
     read_result,
     short_names,
@@ -52,6 +53,7 @@ def run_sweep(
     sweep = Sweep(
         seeds=seeds or table.seeds, metric=metric or table.metric, grid={**table.grid, **lists}
     )
+    check_metric(sweep.metric)
     folder = out or Path("runs") / (f"sweep-{file.stem}" if file is not None else "sweep")
     chosen = {key: value for key, value in overrides.items() if value is not None}
     runs = plan_runs(tree, sweep, chosen, out=folder)
@@ -85,7 +87,7 @@ def _report(folder: Path, runs: Sequence[SweepRun], preferred_metric: str | None
     if not results:
         return
     metric = choose_metric(results, preferred_metric)
-    summaries = summarize(runs, results, metric)
+    summaries = summarize(runs, results, metric, preferred_metric)
     write_tables(folder, summaries, results, metric)
     plot = draw_sweep(folder, summaries, metric)
     console.print(table_of(summaries, metric))

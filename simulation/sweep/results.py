@@ -14,6 +14,7 @@ from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
+from headwater.common.settings.fields import direction, split_criterion
 from headwater.common.system.atomic_file import write_atomically
 from headwater.simulation.sweep.grid import Point, SweepRun
 from headwater.simulation.sweep.worker import RESULT
@@ -116,6 +117,20 @@ def _cost_of(row: Mapping[str, Any]) -> RoundCost:
     )
 
 
+def check_metric(criterion: str | None) -> None:
+    """Check the metric that a user names, as ``min:NAME``, ``max:NAME`` or ``NAME``.
+
+    Raises:
+        SettingsError: it has another form, or the name does not tell which values are better.
+    """
+    try:
+        direction(criterion or LOSS)
+    except ValueError as error:
+        raise SettingsError(
+            f"--metric {criterion}: {error}", remedy=f"write --metric min:{criterion}, or max:"
+        ) from error
+
+
 def choose_metric(results: Sequence[Result], preferred: str | None) -> str:
     """Return the metric that compares points: the preferred one, or the first of ``PREFERRED``.
 
@@ -123,14 +138,29 @@ def choose_metric(results: Sequence[Result], preferred: str | None) -> str:
         SettingsError: no run has the preferred metric.
     """
     names = {name for result in results for name in result.curves}
-    if preferred is not None and names and preferred not in names:
+    if preferred is None:
+        return next((name for name in PREFERRED if name in names), LOSS)
+    _, wanted = split_criterion(preferred)
+    if names and wanted not in names:
         raise SettingsError(
-            f"no run has the metric {preferred!r}", remedy=f"take one of {', '.join(sorted(names))}"
+            f"no run has the metric {wanted!r}", remedy=f"take one of {', '.join(sorted(names))}"
         )
-    return preferred or next((name for name in PREFERRED if name in names), LOSS)
+    return wanted
 
 
-def summarize(runs: Sequence[SweepRun], results: Sequence[Result], metric: str) -> list[Summary]:
+def is_smaller_better(metric: str, preferred: str | None) -> bool:
+    """Return whether smaller values of a metric are better, as the user says or by its name."""
+    if preferred is not None and split_criterion(preferred)[1] == metric:
+        return direction(preferred) == "min"
+    return direction(metric) == "min"
+
+
+def summarize(
+    runs: Sequence[SweepRun],
+    results: Sequence[Result],
+    metric: str,
+    preferred: str | None = None,
+) -> list[Summary]:
     """Return a summary of each point, best first; points without a value come last."""
     runs_of: dict[str, list[SweepRun]] = {}
     for run in runs:
@@ -147,7 +177,7 @@ def summarize(runs: Sequence[SweepRun], results: Sequence[Result], metric: str) 
         )
         for key, members in runs_of.items()
     ]
-    sign = 1 if metric.endswith(LOSS) else -1  # a smaller loss is better, a larger accuracy
+    sign = 1 if is_smaller_better(metric, preferred) else -1
     return sorted(summaries, key=lambda one: math.inf if one.mean is None else sign * one.mean)
 
 

@@ -90,6 +90,8 @@ def columns(loss: list[float], **metrics: list[float]) -> ReportColumns:
         ([1, 1, 1], {"accuracy": [0.0, 0.0, 1.0]}, []),
         ([1, 1, 1], {"squared_error": [0.01, 0.02, 0.9]}, []),
         ([1, 1, 1], {"squared_error": [3.0, 5.0, 1e6]}, ["2"]),
+        ([20, 30, 15, 1e5], {"mae": [4.0, 5.0, 3.0, 3e2]}, []),  # a supermarket among corner shops
+        ([1e20, 1.1e20, 0.9e20, 1e20], {}, []),  # sales in a small unit
         ([1, 1, 1], {"rare": [0.0, 0.0, 1.0]}, []),
         ([1, 1e12], {}, []),  # which of two is wrong nobody knows
         ([1, 1e20], {}, ["1"]),
@@ -111,6 +113,14 @@ def test_a_client_that_leaves_a_metric_out_hides_no_other_s() -> None:
     assert total_metrics([kept])["accuracy"] == pytest.approx(11 + 10 * 11 / 30)
     other = columns([1.0, 1.0])
     assert list(false_figures([part, other])) == ["3"]
+
+
+def test_where_nobody_is_believed_there_is_no_mean() -> None:
+    """A loss of 0 would be the best that a run has had."""
+    part = columns([1e30, 2e30], mae=[1e30, 0.5])
+    [kept] = without_figures([part], list(false_figures([part])))
+    assert np.isnan(kept.loss_sum).all()
+    assert np.isnan(kept.metric_sums["mae"]).all()
 
 
 def test_each_mean_is_that_of_the_others() -> None:

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.simulation.sweep.command import table_of
+from headwater.simulation.sweep.command import run_sweep, table_of
 from headwater.simulation.sweep.grid import Sweep, SweepRun, plan_runs
 from headwater.simulation.sweep.plot import draw_sweep
 from headwater.simulation.sweep.results import (
     POINTS_FILE,
     RUNS_FILE,
     Result,
+    check_metric,
     choose_metric,
+    is_smaller_better,
     read_result,
     short_names,
     summarize,
@@ -64,6 +66,36 @@ def sweep_runs(out: Path) -> list[SweepRun]:
     write_result(runs[2], 5.0, 1.0)
     write_result(runs[4], 5.0, None, ended="diverged")
     return runs
+
+
+@pytest.mark.parametrize(
+    ("metric", "preferred", "is_smaller"),
+    [
+        ("loss", None, True),
+        ("test_accuracy", None, False),
+        ("test_mae", "test_mae", True),
+        ("test_wer", "test_wer", True),
+        ("test_score", "min:test_score", True),
+        ("test_score", "max:test_score", False),
+        ("test_loss", "max:test_score", True),  # where no run has ended with the other
+    ],
+)
+def test_which_values_are_better_follows_from_the_name_or_from_the_user(
+    metric: str, preferred: str | None, is_smaller: bool
+) -> None:
+    check_metric(preferred)
+    assert is_smaller_better(metric, preferred) is is_smaller
+
+
+def test_a_metric_without_a_direction_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="whether lower or higher values") as caught:
+        check_metric("test_score")
+    assert "min:test_score" in caught.value.remedy
+    with pytest.raises(SettingsError, match="whether lower or higher values"):
+        run_sweep(
+            None, grid={}, seeds=(0,), metric="score", jobs=1, out=tmp_path / "s", overrides={}
+        )
+    assert not (tmp_path / "s").exists()
 
 
 def test_points_are_sorted_by_the_mean_and_diverged_points_come_last(
