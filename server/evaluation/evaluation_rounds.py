@@ -43,6 +43,7 @@ from headwater.server.rounds.evaluation import test_metric_names
 from headwater.server.rounds.features import Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 
+MAX_NAMED = 5  # devices in one error
 log = logging.getLogger(__name__)
 
 
@@ -219,14 +220,16 @@ class EvaluationRounds(RunFeature):
         """
         if self._is_masked:
             return self._masked_names(opened, done)
-        found = {
-            tuple(sorted(n for n in one.metric_sums if not n.startswith(OTHER)))
-            for one in opened.accepted.values()
-        }
+        found: dict[tuple[str, ...], list[str]] = {}
+        for name, one in opened.accepted.items():
+            own = tuple(sorted(n for n in one.metric_sums if not n.startswith(OTHER)))
+            found.setdefault(own, []).append(name)
         if len(found) > 1:
+            rare = min(found, key=lambda own: len(found[own]))
             raise CorruptUpdate(
-                f"the devices' tasks have unlike metrics: {' and '.join(map(str, sorted(found)))}",
-                remedy="start all devices with the same file of the task",
+                f"the devices' tasks have unlike metrics: {', '.join(rare) or 'none'} on "
+                f"{counted(len(found[rare]), 'device')} ({', '.join(found[rare][:MAX_NAMED])})",
+                remedy="start all devices with the same file of the task, or leave these out",
             )
         return next(iter(found), ())
 

@@ -19,7 +19,10 @@ Raises:
     UpdateRefused: it does not keep to them.
 """
 
-ADMISSIONS: dict[str, str] = {"privacy": "headwater.server.privacy.admission:admit"}
+ADMISSIONS: dict[str, str] = {
+    "evaluation": "headwater.server.evaluation.admission:admit",
+    "privacy": "headwater.server.privacy.admission:admit",
+}
 """By the name of the terms; imported when a plan has them. In the order in which they act."""
 
 

@@ -366,9 +366,11 @@ class Training:
             return columns
         named = list(found.items())[:MAX_NAMES]
         log.warning(
-            "round %d: the figures of %s are in no mean (%s)",
+            "round %d: the figures of %s are %s (%s)",
             self.round + 1,
             counted(len(found), "device"),
+            # A test's result is made of sums that its devices send beside these figures.
+            "in no mean" if self._asks_model(opened.plans) else "far from the others'",
             "; ".join(f"{name}: {why}" for name, why in named),
         )
         opened.outliers += [name for name in found if name not in opened.outliers]
