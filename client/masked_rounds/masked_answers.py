@@ -314,8 +314,11 @@ def _projected(
     values_P, history = update.values_P, history_of(request)
 
     def was_masked(label: MaskedLabel) -> bool:
-        num_planned = history.num_planned_at(bytes.fromhex(label.model))
-        return label.update_id == record.masked or num_planned > label.num_planned_before
+        return label.update_id == record.masked or history.was_masked(
+            label.update_id,
+            bytes.fromhex(label.model),
+            num_planned_before=label.num_planned_before,
+        )
 
     if coding.terms.feedback:
         label = MaskedLabel(

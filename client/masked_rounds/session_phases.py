@@ -43,7 +43,10 @@ def answer_phase(action: str, request: DeviceRequest) -> RecordDict:
                 device = session.device
                 for subject in (device.model_digest, *device.other_subjects):
                     history_of(request).add(
-                        subject, device.examples, num_planned=device.num_planned
+                        subject,
+                        device.examples,
+                        num_planned=device.num_planned,
+                        update_id=update,
                     )
         if is_suspended:
             suspended.write_state_file()

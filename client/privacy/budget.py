@@ -34,6 +34,7 @@ from headwater.client.privacy.example_spending import (
     UpdateCost,
     UsedWindow,
 )
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.messages import Plan
 from headwater.common.parsed_text import json_of
@@ -259,7 +260,8 @@ def check_budget(
     examples, if each of them has noise for itself.
 
     Raises:
-        PrivacyRequired: the owner set a limit, and the plan has no noise.
+        PrivacyRequired: the owner set a limit, and the plan has no noise, or the update is
+            compressed: what is kept of earlier ones would enter it beyond the clip norm.
         StateError: the owner set a limit, and there is no file, or it cannot be read.
         PrivacyBudgetSpent: the update would exceed the limit.
     """
@@ -268,6 +270,11 @@ def check_budget(
     terms = plan.of(PrivacyTerms)
     if terms is None:
         raise PrivacyRequired(f"{name}: the server plans a round without noise")
+    if plan.of(CompressionTerms) is not None:
+        raise PrivacyRequired(
+            f"{name}: the server plans a compressed update, which no clip norm bounds",
+            remedy="leave out --compress on the server; --compress-down may stay",
+        )
     if spent is None:
         raise StateError(f"{name}: a privacy budget needs a device that keeps files")
     update = UpdateCost.of(terms, terms.rho, window)

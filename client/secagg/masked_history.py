@@ -5,7 +5,7 @@ and a device that masked the same examples again would let two sums differ by th
 in only one of them (tests/attacks/test_masked_runs.py). So a device keeps a file beside its state:
 
 * a secret, drawn once, from which its order of examples in masked rounds follows;
-* for each masked update the model, as a keyed digest, and the numbers of the examples;
+* for each masked update the model and the update, as keyed digests, and the examples' numbers;
 * whether a window had to be taken apart and was late for it, which the server saw: once in the
   device's life, as it asks for the time of such a window from then on;
 * where the data have changed, a keyed digest of the examples' names, or of their number. At the
@@ -28,7 +28,7 @@ import json
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 NAMES = "example_names"  # of a data set, where it has some: docs/data.md
 SECRET_BYTES, MODEL_BYTES = 32, 16
 LOCK_SECONDS = 10.0  # a line is written and forced to disk in far less
+MAX_UPDATES = 1024  # whose names are kept in memory
 MAX_EXAMPLES = 1 << 24  # of one device: a range in a file could else take all memory
 NONE_MASKED: frozenset[int] = frozenset()
 
@@ -72,12 +73,24 @@ class MaskedHistory(Protocol):
         """
 
     def add(
-        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+        self,
+        model_digest: bytes,
+        examples: Sequence[int],
+        *,
+        num_planned: int | None = None,
+        update_id: str | None = None,
     ) -> None:
         """Note an update before it is masked; its plan asked for ``num_planned`` examples.
 
         Raises:
             StateError: it could not be stored.
+        """
+
+    def was_masked(self, update_id: str, model_digest: bytes, *, num_planned_before: int) -> bool:
+        """Return whether one of the last updates was masked, in whichever session.
+
+        ``num_planned_before`` is ``num_planned_at`` before it: a line that an earlier version wrote
+        names no update, and counts as this one's.
         """
 
     @property
@@ -111,9 +124,18 @@ class NoHistory:
         """Note nothing."""
 
     def add(
-        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+        self,
+        model_digest: bytes,
+        examples: Sequence[int],
+        *,
+        num_planned: int | None = None,
+        update_id: str | None = None,
     ) -> None:
         """Note nothing."""
+
+    def was_masked(self, update_id: str, model_digest: bytes, *, num_planned_before: int) -> bool:
+        """Return False: what a simulated device masked last is in its record."""
+        return False
 
     @property
     def was_taken_apart(self) -> bool:
@@ -136,6 +158,9 @@ class HistoryFile:
         self._path = path
         self._masked: defaultdict[str, set[int]] = defaultdict(set)
         self._num_planned: defaultdict[str, int] = defaultdict(int)
+        self._num_unnamed: defaultdict[str, int] = defaultdict(int)
+        """How many of these are of lines that name no update."""
+        self._updates: deque[str] = deque(maxlen=MAX_UPDATES)
         self._examples: Examples | None = None
         """The data of the last check, and the digest of those in the file's last such line."""
         self._data: str | None = None
@@ -183,7 +208,12 @@ class HistoryFile:
         return frozenset(self._masked.get(self._name_of(model_digest), ()))
 
     def add(
-        self, model_digest: bytes, examples: Sequence[int], *, num_planned: int | None = None
+        self,
+        model_digest: bytes,
+        examples: Sequence[int],
+        *,
+        num_planned: int | None = None,
+        update_id: str | None = None,
     ) -> None:
         """Note an update before it is masked; its plan asked for ``num_planned`` examples.
 
@@ -194,6 +224,8 @@ class HistoryFile:
         name = self._name_of(model_digest)
         line: dict[str, object] = {"model": name, "examples": to_ranges(examples)}
         line |= {} if num_planned is None else {"planned": num_planned}
+        update = None if update_id is None else self._name_of(update_id.encode())
+        line |= {} if update is None else {"update": update}
         try:
             with self._locked():
                 self._read_more()
@@ -208,7 +240,7 @@ class HistoryFile:
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise StateError(f"the device cannot write what it masks: {why}") from error
-        self._note(name, set(examples), num_planned)
+        self._note(name, set(examples), num_planned, update)
         self._last = (name, *examples)
 
     def check_data(self, examples: Examples, model_digest: bytes) -> None:
@@ -290,17 +322,32 @@ class HistoryFile:
                 self._note_data(str(line["data"]))
                 continue
             self.was_taken_apart |= bool(line.get("apart"))
-            self._note(str(line["model"]), from_ranges(line["examples"]), line.get("planned"))
+            examples, update = from_ranges(line["examples"]), line.get("update")
+            self._note(str(line["model"]), examples, line.get("planned"), update)
 
     def _note_data(self, data: str) -> None:
         if self._data not in (None, data):
             self._of_others |= {name for name, masked in self._masked.items() if masked}
         self._data = data
 
-    def _note(self, name: str, examples: set[int], num_planned: int | None) -> None:
+    def _note(
+        self, name: str, examples: set[int], num_planned: int | None, update: str | None
+    ) -> None:
         self._masked[name] |= examples
         # A line of an earlier version does not have the plan's number.
-        self._num_planned[name] += len(examples) if num_planned is None else num_planned
+        number = len(examples) if num_planned is None else num_planned
+        self._num_planned[name] += number
+        if update is None:
+            self._num_unnamed[name] += number
+        elif update not in self._updates:
+            self._updates.append(update)
+
+    def was_masked(self, update_id: str, model_digest: bytes, *, num_planned_before: int) -> bool:
+        """Return whether one of the last updates was masked; see ``MaskedHistory``."""
+        is_named = self._name_of(update_id.encode()) in self._updates
+        return (
+            is_named or self._num_unnamed.get(self._name_of(model_digest), 0) > num_planned_before
+        )
 
     def num_planned_at(self, model_digest: bytes) -> int:
         """Return how many examples the plans asked for whose updates were masked at a model."""

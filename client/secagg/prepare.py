@@ -162,7 +162,7 @@ def participant_of(
         plan_digest=plan_digest(plan, trainer.task_code),
         num_values=plan.num_sent(trainer.image.layout.num_parameters),
         planned_weight=plan.weigh_as or max_weight_per_example(trainer.task) * plan.max_examples,
-        update_id=update_id(model_digest, examples),
+        update_id=update_id(model_digest, examples, plan.other_subjects),
         examples=examples,
         num_planned=plan.max_examples,
         floor=floor,
@@ -174,7 +174,13 @@ def participant_of(
     )
 
 
-def update_id(model_digest: bytes, examples: Iterable[int]) -> str:
-    """Name an update by model and examples: the same sum has the same id in every run."""
+def update_id(
+    model_digest: bytes, examples: Iterable[int], other_subjects: Iterable[bytes] = ()
+) -> str:
+    """Name an update by what it is of and its examples: the same sum has the same id in every run.
+
+    A test of a model on most examples is of the model's digest too, and of a subject of its own.
+    """
     numbers = np.array(sorted(examples), dtype="<i8").tobytes()
-    return f"model {model_digest.hex()[:32]}, examples {hashlib.sha256(numbers).hexdigest()[:32]}"
+    found = hashlib.sha256(b"".join([numbers, *other_subjects])).hexdigest()
+    return f"model {model_digest.hex()[:32]}, examples {found[:32]}"

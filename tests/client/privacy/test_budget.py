@@ -13,6 +13,7 @@ import pytest
 from headwater.client.flower.request import SIMULATED
 from headwater.client.privacy.budget import Spent, SpentFile
 from headwater.client.privacy.example_spending import UpdateCost
+from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.privacy.spending import epsilon_of
 from headwater.common.privacy.terms import PrivacyTerms, rho_of
@@ -74,6 +75,19 @@ def test_a_device_with_a_budget_refuses_rounds_without_noise(tmp_path: Path) -> 
     with pytest.raises(PrivacyRequired, match="a loss without noise"):
         device.send("evaluate", private().model_dump_json(), b"")
     assert not (tmp_path / "d0.privacy.json").exists()
+
+
+@pytest.mark.parametrize("method", ["int1", "top-k"])
+def test_a_device_with_a_budget_refuses_a_compressed_update(tmp_path: Path, method: str) -> None:
+    """What earlier updates left would enter it: after 60 rounds five times the clip norm."""
+    terms = CompressionTerms.model_validate({"method": method} | FRACTION.get(method, {}))
+    device = NodeDevice(0, tmp_path, privacy={"budget": 100.0})
+    with pytest.raises(PrivacyRequired, match="compressed"):
+        train(device, private().asking(terms))
+    assert not (tmp_path / "d0.privacy.json").exists()
+
+
+FRACTION = {"top-k": {"fraction": 0.1}}
 
 
 def test_a_budget_where_no_file_is_kept_is_refused() -> None:

@@ -162,3 +162,21 @@ def test_a_file_of_an_earlier_version_goes_on_with_the_data_that_are_there(tmp_p
     path = tmp_path / "pi-masked.jsonl"
     HistoryFile(path).add(ONE, (0, 1), num_planned=2)
     HistoryFile(path).check_data(Named("a", "b"), ONE)
+
+
+def test_an_update_was_masked_only_if_it_was_in_a_session_itself(tmp_path: Path) -> None:
+    """Not because another one at its model was: what it would have sent is in no sum."""
+    path = tmp_path / "pi-masked.jsonl"
+    HistoryFile(path).add(ONE, (0, 1), num_planned=2, update_id="of round 1")
+    HistoryFile(path).add(ONE, (2, 3), num_planned=2, update_id="a test of this model")
+    for history in (HistoryFile(path), HistoryFile(path)):
+        assert history.was_masked("of round 1", ONE, num_planned_before=0)
+        assert not history.was_masked("of round 2", ONE, num_planned_before=0)
+        assert history.num_planned_at(ONE) == 4
+    assert "of round 1" not in path.read_text()  # names are keyed, as models are
+    # A line of an earlier version may be the update's own.
+    HistoryFile(path).add(ONE, (4, 5), num_planned=2)
+    history = HistoryFile(path)
+    assert history.was_masked("of round 2", ONE, num_planned_before=0)
+    assert not history.was_masked("of round 2", ONE, num_planned_before=2)
+    assert not history.was_masked("of round 2", OTHER, num_planned_before=0)

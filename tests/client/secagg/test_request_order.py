@@ -157,3 +157,4 @@ def test_two_updates_share_an_id_only_for_the_same_model_and_examples(
 
     assert (named(*first) == named(*second)) == (first == second)
     assert update_id(bytes(32), (3, 1, 2)) == update_id(bytes(32), (1, 2, 3))
+    assert update_id(bytes(32), (1, 2)) != update_id(bytes(32), (1, 2), [bytes(32)])  # its test
