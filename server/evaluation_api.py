@@ -7,15 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from headwater.common.additivity.sums import Sums, compare
+from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.errors import MissingData, TaskError, remedy_in_traceback
 from headwater.common.model.trained_model import load_module, model_file, read_model
 from headwater.common.model.trained_model import task_of as task_of_record
-from headwater.common.task import Task, load_task
+from headwater.common.task import Examples, Task, load_task, rounds_weights
 from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
 from headwater.server.evaluate_model import DataResult, sums_on
 from headwater.server.rounds.evaluation import open_test_examples
+
+NUM_COMPARED = 4  # examples, together and alone
 
 
 @remedy_in_traceback()
@@ -40,6 +44,7 @@ def evaluate(
     Raises:
         TaskError: neither task nor loss is given with a module, or both are.
         MissingData: there are no examples.
+        TaskNotAdditive: the loss or a metric is no sum over the examples of a batch.
         HeadwaterError: the model cannot be read; or the task fails on all examples.
     """
     if task is not None and loss is not None:
@@ -68,7 +73,35 @@ def evaluate(
             "there are no examples to test on",
             remedy="give examples=, or a task with test_examples",
         )
+    check_sums(chosen, model, examples)
     return sums_on(chosen, model, name, examples)
+
+
+def check_sums(task: Task, model: nn.Module, examples: Examples) -> None:
+    """Compare the sums of the first examples together with those of each alone.
+
+    Raises:
+        TaskNotAdditive: they differ, and not because they are drawn at random.
+    """
+    try:
+        some = [examples[at] for at in range(min(len(examples), NUM_COMPARED))]
+        together, again = (evaluate_sums(task, model, some, NUM_COMPARED) for _ in range(2))
+        alone = [evaluate_sums(task, model, [one], 1) for one in some]
+    except TaskError:
+        raise
+    except Exception:  # of an example that cannot be read: the evaluation counts and names it
+        return
+    if not together.faults and _sums(together) == _sums(again):
+        compare(
+            _sums(together),
+            list(map(_sums, alone)),
+            size=len(some),
+            is_rounded=rounds_weights(task),
+        )
+
+
+def _sums(total: EvaluationSums) -> Sums:
+    return Sums(total.loss_sum, total.weight, total.metric_sums)
 
 
 def _task(given: Any) -> Task | None:

@@ -87,10 +87,17 @@ class OfTorchmetrics:
         """Take a metric; it is copied, so that the caller's own stays as it is.
 
         Raises:
-            TaskError: a state is no sum from zero: its metric does not add up over devices.
+            TaskError: it has no states, as metrics made of others; or one is no sum from zero: its
+                metric does not add up over devices.
         """
         self._name, self._metric = name, copy.deepcopy(metric)
         self._metric.reset()
+        if not metric._defaults:
+            raise TaskError(
+                f"the metric {name} ({type(metric).__name__}) keeps no sums of its own: it is made "
+                "of other metrics",
+                remedy="give those, each under its name, and compute from their values",
+            )
         self._zeros: dict[str, Tensor] = {}
         for state, zero in metric._defaults.items():
             _check_state(name, metric, state, zero)

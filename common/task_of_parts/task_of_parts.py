@@ -76,7 +76,7 @@ class TaskOfParts:
     def new_model(self) -> nn.Module:
         """Return a copy of the model: a function may return the same one each time."""
         built = self._model if isinstance(self._model, nn.Module) else self._model()
-        return copy.deepcopy(built) if isinstance(built, nn.Module) else built
+        return _copied(built) if isinstance(built, nn.Module) else built
 
     def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Examples:
         """Open a device's data, or deal a part of the data set out."""
@@ -135,6 +135,17 @@ class TaskOfParts:
 
 
 @remedy_in_traceback()
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy, with the hooks of its parameters, that shares memory where the model does."""
+    copied, first = copy.deepcopy(model), dict[tuple[int, torch.Size], Tensor]()
+    for own, new in zip(model.parameters(), copied.parameters(), strict=True):
+        for hook in (own._backward_hooks or {}).values():
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
+        if own.numel() and own.is_contiguous() and own.data_ptr():
+            new.data = first.setdefault((own.data_ptr(), own.shape), new).data
+    return copied
+
+
 def task_of(task: Any, parts: dict[str, Any], *, is_elsewhere: bool) -> Any:
     """Return the task of a call: the one that it names, or one of the parts that it gives.
 

@@ -9,13 +9,17 @@ from headwater.common.errors import (
     EmptyUpdate,
     HeadwaterError,
     MaskingRequired,
+    NonFiniteUpdate,
     NothingWeighed,
+    OutlierUpdate,
     OutOfMemory,
     TooFewClients,
 )
 from headwater.common.wording import counted
 
 NOTHING_FINITE = "lower --learning-rate if the model diverged, or look at the devices' data"
+DIVERGED = (EmptyUpdate, NonFiniteUpdate, OutlierUpdate)
+"""If all clients' updates are like these, the model is what they have in common."""
 
 
 def check_quorum(
@@ -49,11 +53,11 @@ def check_quorum(
 
 
 def _common_remedy(errors: Mapping[str, HeadwaterError]) -> str | None:
-    """Return the remedy for an error that all clients have, and that the operator can mend."""
+    """Return the remedy for errors that all clients have, and that the operator can mend."""
+    if errors and all(type(error) in DIVERGED for error in errors.values()):
+        return NOTHING_FINITE
     if len({type(error) for error in errors.values()}) != 1:
         return None
     error = next(iter(errors.values()))
-    if type(error) is EmptyUpdate:
-        return NOTHING_FINITE
     is_known = isinstance(error, DeviceRefused | MaskingRequired | OutOfMemory | NothingWeighed)
     return error.remedy or None if is_known else None

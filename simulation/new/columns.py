@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
     """Return the names of the columns and the rows of a CSV file with a header.
 
     Raises:
-        SettingsError: it cannot be read, has no rows, or separates columns by something else.
+        SettingsError: it cannot be read, has no rows or two columns of one name, or separates
+            columns by something else.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
@@ -56,6 +58,11 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
         raise SettingsError(
             f"{path} has other marks than commas between its columns",
             remedy="save it as CSV with commas, and a point in numbers",
+        )
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
+        raise SettingsError(
+            f"{path} has two columns {twice[0]!r}, and a row one value of each name",
+            remedy="give each column a name of its own",
         )
     if not rows:
         raise SettingsError(f"{path} has no rows below its header")

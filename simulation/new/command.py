@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pprint
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ def _contents(
     if data is not None:
         table = table_of(data, label=label, is_regression=kind == "regression")
         own, test = made_up.dealt(list(table.rows), num_devices)
+        _check_rows(data, [*own, test])
         return [_writer(rows) for rows in own], _writer(test), _columns(table), _notes(table)
     numbers = range(1, num_devices + 1)
     if kind == "images":
@@ -158,6 +159,20 @@ def _contents(
     )
 
 
+def _check_rows(data: Path, parts: Sequence[Sized]) -> None:
+    """Check that each device and the test have a row.
+
+    Raises:
+        SettingsError: one has none.
+    """
+    if not all(map(len, parts)):
+        raise SettingsError(
+            f"{data} has {counted(sum(map(len, parts)), 'row')}, too few for "
+            f"{counted(len(parts) - 1, 'device')} and a test",
+            remedy="give more rows, or fewer --devices",
+        )
+
+
 def _own_series(
     data: Path, *, label: str | None, num_devices: int
 ) -> tuple[list[Write], Write, dict[str, Any], list[str]]:
@@ -175,6 +190,7 @@ def _own_series(
         raise SettingsError(f"{data} has no values in the column {name!r}")
     low, high = (float(f"{value:.{DIGITS}g}") for value in (min(values), max(values)))
     parts, test = made_up.cut(rows, num_devices)
+    _check_rows(data, [*parts, test])
     columns = {"VALUE": name, "VALUE_RANGE": (low, high if high > low else low + 1.0)}
     return [_writer(part) for part in parts], _writer(test), columns, [RANGES_NOTE]
 

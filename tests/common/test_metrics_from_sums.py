@@ -137,6 +137,15 @@ def test_a_metric_that_does_not_add_up_is_refused_by_its_state(case: str) -> Non
     assert "dist_reduce_fx='sum'" in found.value.remedy
 
 
+def test_a_metric_made_of_others_is_refused() -> None:
+    """As torchmetrics' 1 - accuracy: its sums are in the others, and none came back."""
+    metric = Hits()
+    metric._defaults = {}
+    metric.reset = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match="keeps no sums of its own"):
+        values_of({"mine": metric}, numbers(N, 3), torch.arange(N) % 3, nn.CrossEntropyLoss())
+
+
 def test_a_metric_of_several_numbers_is_refused() -> None:
     class Each(Hits):
         def compute(self) -> Tensor:

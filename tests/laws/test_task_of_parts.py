@@ -238,6 +238,35 @@ def test_what_is_no_part_is_refused_by_name(changed: dict[str, Any], said: str) 
     assert found.value.remedy
 
 
+def test_a_hook_of_a_weight_acts_in_training() -> None:
+    """A copy of the model would else train what the hook holds fast."""
+
+    def held_row() -> nn.Linear:
+        layer = nn.Linear(6, CLASSES)
+        held = torch.arange(CLASSES)[:, None] == 0
+        layer.weight.register_hook(lambda grad: grad * ~held)  # type: ignore[no-untyped-call]
+        return layer
+
+    data = TensorDataset(numbers(N, 6), labels(N))
+    given: dict[str, Any] = {"examples": data, "loss": nn.CrossEntropyLoss(), "clients": 3}
+    run = headwater.simulate(model=held_row, **given, rounds=2, learning_rate=0.1, progress=False)
+    torch.manual_seed(0)
+    moved = (run.model.state_dict()["weight"] - held_row().weight).abs().sum(1)
+    assert (moved > 0).tolist() == [False, *[True] * (CLASSES - 1)]
+
+
+def test_two_weights_in_one_memory_are_refused() -> None:
+    def tied() -> nn.Module:
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        second.weight.data = first.weight.data
+        return nn.Sequential(first, second)
+
+    with pytest.raises(HeadwaterError, match="two tensors in the same memory"):
+        headwater.simulate(
+            model=tied, examples=CLASSES_OF_ALL, loss=nn.CrossEntropyLoss(), clients=3, rounds=1
+        )
+
+
 def test_outputs_of_another_shape_than_the_targets_are_not_stretched() -> None:
     data = TensorDataset(numbers(N, 6), numbers(N))
     with pytest.raises(HeadwaterError) as found:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import headwater
-from headwater.common.errors import MissingData, TaskError
+from headwater.common.errors import MissingData, TaskError, TaskNotAdditive
 
 TASK = "examples/digits.py:Digits"
 
@@ -85,3 +85,20 @@ class Untested:
     def loss_sum(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         inputs, targets = batch
         return (model(inputs) - targets).square().sum(), len(targets)
+
+
+def test_a_metric_that_is_a_mean_is_refused() -> None:
+    """The mean of each batch, divided by the examples: 0.002 where 0.4 is right."""
+    data = TensorDataset(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64))
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.bias[0] = 99.0
+
+    def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(1) == targets).float().mean()
+
+    with pytest.raises(TaskNotAdditive, match="the metric right of 4 examples together is 1"):
+        headwater.evaluate(model, data, loss=nn.CrossEntropyLoss(), metrics={"right": mean})
+    one = TensorDataset(data.tensors[0][:1], data.tensors[1][:1])
+    found = headwater.evaluate(model, one, loss=nn.CrossEntropyLoss(), metrics={"right": mean})
+    assert found.metrics == {"right": 1.0}

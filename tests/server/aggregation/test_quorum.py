@@ -10,7 +10,9 @@ from headwater.common.errors import (
     EmptyUpdate,
     HeadwaterError,
     MaskingRequired,
+    NonFiniteUpdate,
     NothingWeighed,
+    OutlierUpdate,
     OutOfMemory,
     TooFewClients,
 )
@@ -24,6 +26,8 @@ from headwater.server.aggregation.quorum import NOTHING_FINITE, check_quorum
         ([AlgorithmMismatch], AlgorithmMismatch.remedy),
         ([MaskingRequired], MaskingRequired.remedy),
         ([EmptyUpdate] * 2, NOTHING_FINITE),
+        ([EmptyUpdate, NonFiniteUpdate, OutlierUpdate], NOTHING_FINITE),  # the model diverged
+        ([EmptyUpdate, OutOfMemory], TooFewClients.remedy),
         ([NothingWeighed] * 2, NothingWeighed.remedy),
         ([OutOfMemory, AlgorithmMismatch], TooFewClients.remedy),
         ([ConnectionLost] * 2, TooFewClients.remedy),  # its remedy is for the device

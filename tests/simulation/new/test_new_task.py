@@ -127,6 +127,9 @@ MANY = "".join(f"{at},text{at}\n" for at in range(MAX_CATEGORIES + 1))
     [
         ("table", "a;b\n1;2\n", None, "other marks than commas"),
         ("table", "a,b\n", None, "no rows"),
+        ("table", "a,a,b\n1,2,x\n", None, "two columns 'a'"),
+        ("table", "a,b\n1,x\n2,y\n", None, "2 rows, too few for 3 devices and a test"),
+        ("series", "a,b\n1,2\n2,3\n", None, "2 rows, too few for 3 devices and a test"),
         ("table", "a,b\n1,2\n", "c", "no column 'c'"),
         ("table", "a,b\n1,\n", None, "no value in the column 'b'"),
         ("table", f"a,b\n{MANY}", None, "51 different texts"),
