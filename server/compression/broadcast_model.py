@@ -18,6 +18,7 @@ from headwater.common.compression.terms import DifferenceMethod
 from headwater.common.flower.sent_model import ModelDifference
 from headwater.common.model.layout import ModelLayout
 from headwater.common.model.parameters import ModelImage
+from headwater.common.model.vectors import all_finite
 from headwater.server.compression.difference_history import DifferenceHistory
 
 
@@ -48,7 +49,16 @@ class BroadcastModel:
         return self.bytes_U8.numpy().data
 
     def restore(self, bytes_U8: Tensor, version: int) -> None:
-        """Take over what a checkpoint stored; the next difference is to this model."""
+        """Take over what a checkpoint stored; the next difference is to this model.
+
+        Raises:
+            ValueError: no run has stored such.
+        """
+        is_whole = bytes_U8.dtype is torch.uint8 and bytes_U8.shape == self.bytes_U8.shape
+        if not is_whole or type(version) is not int or version < 0:
+            raise ValueError("the broadcast model is not one of this run")
+        if not all_finite(bytes_U8.view(torch.float32)):
+            raise ValueError("the broadcast model is not finite")
         with self._lock:
             self.bytes_U8.copy_(bytes_U8)
             self.version = version

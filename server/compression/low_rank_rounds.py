@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.compression.low_rank import first_columns, matrices_of, next_columns
+from headwater.common.compression.low_rank import (
+    first_columns,
+    matrices_of,
+    next_columns,
+    shapes_of,
+)
 from headwater.common.compression.planned_bytes import download_bytes, masked_bytes
 from headwater.common.compression.shared_columns import BITS, columns_bytes
 from headwater.common.compression.terms import CompressionTerms, Matrix, Side
@@ -107,8 +112,14 @@ class LowRankRounds(RunFeature):
         return {"columns": torch.frombuffer(bytearray(self._columns), dtype=torch.uint8)}
 
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take the columns of the next round; of another rank, or in other bits, it begins anew."""
+        """Take the columns of the next round; of another rank, or in other bits, it begins anew.
+
+        Raises:
+            ValueError: the columns are not those of that side's round.
+        """
         if (row.get("rank"), row.get("bits")) != (self._rank, BITS):
             self._begin()
             return
         self._side, self._columns = row["side"], tensors["columns"].numpy().tobytes()
+        if len(self._columns) != columns_bytes(shapes_of(self._terms(self._side))):
+            raise ValueError("the columns of low-rank updates are not those of this model and side")

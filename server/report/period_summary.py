@@ -67,12 +67,13 @@ class Period:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a round, by its line in rounds.jsonl."""
         self.num_rounds += 1
-        self.counts.update({name: row.get(name) or 0 for name in COUNTS})
-        if (loss := finite(row["loss"])) is not None:
+        self.counts.update({name: _figure(row.get(name)) or 0 for name in COUNTS})
+        if (loss := finite(_figure(row["loss"]))) is not None:
             self.losses.append(loss)
-        known = ((label(name), finite(value)) for name, value in row["metrics"].items())
+        known = ((label(name), finite(_figure(one))) for name, one in row["metrics"].items())
         self.metrics |= {name: value for name, value in known if value is not None}
-        self.epsilon = self.epsilon if row.get("epsilon") is None else row["epsilon"]
+        epsilon = _figure(row.get("epsilon"))
+        self.epsilon = self.epsilon if epsilon is None else epsilon
         self.rounds_of.update(figure_of(row, "name"))
         for name, text in (row.get("refused") or {}).items():
             self.refusals[name.removesuffix(" (again)")][text.partition(":")[0]] += 1
@@ -89,6 +90,17 @@ class Period:
         }
 
 
+def _figure(value: Any) -> float | None:
+    """Return a number of a row, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"{value!r:.80} is no number")
+    return value
+
+
 def summary(folder: Path, *, seconds: float, now: float | None = None) -> dict[str, Any]:
     """Return what the run in a folder did in the last ``seconds``, and in as many before.
 
@@ -98,9 +110,10 @@ def summary(folder: Path, *, seconds: float, now: float | None = None) -> dict[s
     """
     now = time.time() if now is None else now
     start = now - seconds
-    latest, before, num_untimed, oldest = Period(), Period(), 0, None
+    latest, before, num_untimed, number, oldest = Period(), Period(), 0, 0, None
     try:
         for row in rows_in(folder):
+            number += 1
             at = row.get("ended_at")
             oldest = oldest or (row["round"], at)
             if not isinstance(at, int | float):
@@ -112,6 +125,12 @@ def summary(folder: Path, *, seconds: float, now: float | None = None) -> dict[s
         alerts, events = _events(folder, start)
     except OSError as error:
         raise StateError(f"cannot read the run in {folder}: {error.strerror}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise StateError(
+            f"{folder / ROUNDS} has a line, about number {number}, that no run has written: "
+            f"{type(error).__name__}: {error}",
+            remedy="restore the file from a backup, or take the line out",
+        ) from error
     if oldest is None:
         raise SettingsError(
             f"{folder / ROUNDS} holds no rounds", remedy="name a run's folder, its --out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,3 +172,24 @@ def test_a_model_too_small_for_a_shorter_difference_is_sent_whole() -> None:
     broadcast = broadcast_of(image)
     broadcast.follow(0)
     assert broadcast.difference_from("") is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "version", "why"),
+    [
+        (torch.zeros(1, dtype=torch.uint8), 1, "not one of this run"),
+        (torch.zeros(4960, dtype=torch.float64), 1, "not one of this run"),
+        (torch.full((4960,), 255, dtype=torch.uint8), 1, "not finite"),
+        (torch.zeros(4960, dtype=torch.uint8), -1, "not one of this run"),
+        (torch.zeros(4960, dtype=torch.uint8), "1", "not one of this run"),
+    ],
+)
+def test_a_checkpoint_that_no_run_has_written_is_not_taken_over(
+    stored: torch.Tensor, version: Any, why: str
+) -> None:
+    """One byte was copied to each place, and the run went on."""
+    broadcast = broadcast_of(ModelImage(nn.Linear(30, 40)))
+    broadcast.restore(torch.zeros(4960, dtype=torch.uint8), 2)
+    with pytest.raises(ValueError, match=why):
+        broadcast.restore(stored, version)
+    assert broadcast.version == 2

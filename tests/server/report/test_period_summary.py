@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import Settings
 from headwater.server.cli import app
 from headwater.server.operations import round_log, run_history
@@ -176,3 +176,27 @@ def test_the_command_reads_a_folder_and_refuses_another(recorded: Recorded, tmp_
     assert CliRunner().invoke(app, [*given, "--since", "a week"]).exit_code != 0
     with pytest.raises(SettingsError):
         summary(tmp_path / "nowhere", seconds=WEEK, now=NOW)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"refused": ["a"]},
+        {"refused": {"a": 5}},
+        {"metrics": None},
+        {"metrics": {"a": "x"}},
+        {"loss": "x"},
+        {"num_examples": "x"},
+        {"epsilon": "x"},
+    ],
+    ids=str,
+)
+def test_a_line_that_no_run_has_written_is_named(
+    recorded: Recorded, changed: dict[str, Any]
+) -> None:
+    recorded.add(1, row(1, "pi"))
+    recorded.rows.ended()
+    file = recorded.folder / "rounds.jsonl"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed) + "\n")
+    with pytest.raises(StateError, match=r"rounds\.jsonl has a line, about number 1, that"):
+        recorded.summary()
