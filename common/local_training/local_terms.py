@@ -18,6 +18,8 @@ from headwater.common.parsed_text import json_of
 from headwater.common.settings.training import LocalSettings, PlanSettings
 
 MAX_ARGUMENTS, MAX_CHARACTERS = 16, 40
+GROWING = ("rprop", "lbfgs")
+"""Optimizers whose 60th step may be ten thousand times the first, whatever their arguments."""
 
 OptimizerName = Annotated[str, Field(pattern=r"^[A-Za-z]+$", max_length=MAX_CHARACTERS)]
 Argument = Annotated[str, Field(pattern=r"^[a-z_0-9]+$", max_length=MAX_CHARACTERS)]
@@ -61,6 +63,11 @@ class LocalTerms:
 
         An argument that is not known to do neither counts as one that could.
         """
+        if self.optimizer.lower() in GROWING:
+            return (
+                "a step of its local training could outweigh all others: those of "
+                f"{self.optimizer} grow from one to the next"
+            )
         for name, value in self.arguments.items():
             values = value if isinstance(value, list) else [value]
             if not all(_is_tame(name, one, rate) for one in values):

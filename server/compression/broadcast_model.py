@@ -34,6 +34,7 @@ class BroadcastModel:
         self._image_id = ""
         self._history = DifferenceHistory(self._values(), method, max_bytes=history_bytes)
         self._lock = Lock()  # devices are sent differences from other threads
+        self._summing = Lock()
 
     @property
     def layout(self) -> ModelLayout:
@@ -88,9 +89,20 @@ class BroadcastModel:
                 self._history.add(latest)
 
     def difference_from(self, held_id: str) -> ModelDifference | None:
-        """See ``SentModel``."""
-        with self._lock:
-            return self._history.difference_from(held_id, self._image_id)
+        """See ``SentModel``.
+
+        What is summed for one device holds up others that ask, and no round.
+        """
+        with self._summing:
+            with self._lock:
+                image_id, missed = self._image_id, self._history.to_sum(held_id)
+            summed = None if missed is None else self._history.summed(missed, image_id)
+            if missed is not None and summed is None:
+                return None
+            with self._lock:
+                if summed is not None and image_id == self._image_id:
+                    self._history.note_sum(summed)
+                return self._history.difference_from(held_id, self._image_id)
 
     def _values(self) -> Tensor:
         return self.bytes_U8.view(torch.float32)

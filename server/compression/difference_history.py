@@ -10,7 +10,7 @@ all that hold the same model, until the model moves on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from headwater.common.compression.model_difference import (
 from headwater.common.compression.terms import DifferenceMethod
 from headwater.common.flower.sent_model import ModelDifference
 
-MAX_ROUNDS = 64
+MAX_ROUNDS = 16
 """A sum takes time for each difference in it, and after so many rounds it saves little."""
 
 
@@ -52,6 +52,29 @@ class DifferenceHistory:
             len(self._differences) > MAX_ROUNDS or self._num_bytes() > self._max_bytes
         ):
             self._differences.popleft()
+
+    def to_sum(self, held_id: str) -> list[ModelDifference] | None:
+        """Return the differences whose sum leads from a model; None if nothing is to be summed."""
+        missed = self._missed(held_id)
+        is_new = adds_exactly(self._method) and len(missed) > 1 and held_id not in self._sums
+        return missed if is_new else None
+
+    def summed(self, missed: Sequence[ModelDifference], image_id: str) -> ModelDifference | None:
+        """Return the sum of some differences, which do not change: it needs no lock.
+
+        None if the model has to be sent whole.
+        """
+        data = movement([one.data for one in missed], len(self._values_P))
+        if data is None:
+            return None
+        return ModelDifference(
+            base_id=missed[0].base_id, image_id=image_id, method=self._method, data=data
+        )
+
+    def note_sum(self, summed: ModelDifference) -> None:
+        """Keep a sum for other devices that hold the same model."""
+        self._sums[summed.base_id] = summed
+        self._make_room()
 
     def difference_from(self, held_id: str, image_id: str) -> ModelDifference | None:
         """Return the difference to the latest model; None if that has to be sent whole.

@@ -198,6 +198,7 @@ def test_members_of_few_examples_take_as_many_local_steps_as_the_others(
         ("adam", {"betas": [0.9, 0.999], "eps": 1e30}),
         ("adam", {"unheard_of": 1.0}),
         ("rmsprop", {"alpha": 50.0}),
+        ("rprop", {}),
     ],
 )
 def test_local_optimizers_that_weigh_one_step_more_than_all_others_are_refused(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from torch import nn
 from headwater.common.compression.model_difference import (
     METHODS,
     DifferenceReader,
+    movement,
 )
 from headwater.common.compression.terms import DifferenceMethod, planned_difference_bytes
 from headwater.common.model.parameters import ModelImage
+from headwater.server.compression import difference_history
 from headwater.server.compression.broadcast_model import BroadcastModel
 
 AMPLE = 1 << 20
@@ -165,6 +169,34 @@ def test_a_restored_broadcast_model_sends_the_difference_to_what_devices_hold() 
     assert bytes(after.buffer()) == bytes(before.buffer())
     assert after.difference_from(device.held_id) == before.difference_from(device.held_id)
     device.receive(after)
+
+
+def test_a_round_does_not_wait_until_a_difference_is_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a large model and many missed rounds that takes minutes, and devices may ask for many."""
+    image = ModelImage(nn.Linear(30, 40))
+    broadcast, device = broadcast_of(image), Device(len(image.values_P))
+    broadcast.follow(0)
+    device.receive(broadcast)
+    for version in (1, 2):
+        moved(image, version)
+        broadcast.follow(version)
+    begun, has_followed = Event(), Event()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert has_followed.wait(30)
+        return movement(*given)
+
+    monkeypatch.setattr(difference_history, "movement", slow)
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(device.receive, broadcast)
+        assert begun.wait(30)
+        moved(image, 3)
+        broadcast.follow(3)
+        has_followed.set()
+        assert receiving.result(30) > 0  # of the model that is the latest by then
 
 
 def test_a_model_too_small_for_a_shorter_difference_is_sent_whole() -> None:
