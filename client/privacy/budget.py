@@ -34,7 +34,6 @@ from headwater.client.privacy.example_spending import (
     UpdateCost,
     UsedWindow,
 )
-from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import PrivacyBudgetSpent, PrivacyRequired, StateError
 from headwater.common.messages import Plan
 from headwater.common.parsed_text import json_of
@@ -270,7 +269,7 @@ def check_budget(
     terms = plan.of(PrivacyTerms)
     if terms is None:
         raise PrivacyRequired(f"{name}: the server plans a round without noise")
-    if plan.of(CompressionTerms) is not None:
+    if "compression" in plan.terms:
         raise PrivacyRequired(
             f"{name}: the server plans a compressed update, which no clip norm bounds",
             remedy="leave out --compress on the server; --compress-down may stay",
