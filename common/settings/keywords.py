@@ -21,7 +21,6 @@ from headwater.common.user_code.run_scope import PREFIX
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-"""Begins the name of a Python object in the settings, as in ``python:MyTask``."""
 OBJECTS = ("task", "optimizer", "client_algorithm", "feature")
 """The keywords that may be Python objects instead of texts."""
 COMMANDS = {

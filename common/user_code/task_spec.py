@@ -22,6 +22,7 @@ from typing import Any
 from headwater.common.errors import UnknownTask
 from headwater.common.user_code.bundled_examples import existing_or_bundled, expanded
 from headwater.common.user_code.failures import is_users
+from headwater.common.user_code.run_scope import PREFIX
 from headwater.common.user_code.task_import import (
     explained,
     import_task_module,
@@ -242,6 +243,11 @@ def _import_named(name: str) -> ModuleType:
 
 
 def _no_module(name: str) -> UnknownTask:
+    if name == PREFIX.removesuffix(":"):
+        return UnknownTask(
+            "the run's task was an object of a Python program, and this call gives none",
+            remedy="give the same again: task=..., or model=, examples= and loss=",
+        )
     parent, _, last = name.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else [str(Path.cwd())]
     names = [one.name for one in pkgutil.iter_modules(folders)]

@@ -29,7 +29,7 @@ class LeftOutLog:
             return
         self._most = row.num_examples_left_out
         if row.masked_clients:
-            where = "; the masks hide on which clients"
+            where = "; no client tells its own"
         else:
             counts = {
                 client.name: client.num_refused for client in row.clients if client.num_refused
@@ -40,7 +40,7 @@ class LeftOutLog:
             if len(counts) > len(most):
                 where = f"{where[:-1]}, ...)"
         log.warning(
-            "round %d: %d of %s cannot be trained on and were left out%s; the log says so again "
+            "round %d: %d of %s cannot be used and were left out%s; the log says so again "
             "when it is more",
             row.round,
             row.num_examples_left_out,

@@ -267,6 +267,21 @@ def test_two_weights_in_one_memory_are_refused() -> None:
         )
 
 
+def test_a_run_of_parts_goes_on_with_the_same_parts_and_says_so(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {
+        "model": SCORES,
+        "examples": CLASSES_OF_ALL,
+        "loss": nn.CrossEntropyLoss(),
+    }
+    given: dict[str, Any] = {"out": tmp_path, "progress": False}
+    headwater.simulate(**parts, **given, clients=3, rounds=1)
+    with pytest.raises(HeadwaterError, match="an object of a Python program") as found:
+        headwater.simulate(**given, resume=True, rounds=2)
+    assert "model=, examples= and loss=" in found.value.remedy
+    run = headwater.simulate(**parts, **given, resume=True, rounds=2)
+    assert run.history[-1].round == 2
+
+
 def test_outputs_of_another_shape_than_the_targets_are_not_stretched() -> None:
     data = TensorDataset(numbers(N, 6), numbers(N))
     with pytest.raises(HeadwaterError) as found:

@@ -140,7 +140,7 @@ def test_each_row_and_the_log_s_first_round_have_the_number_left_out(
     assert left_out == [15, 15]
     lines = [one.message for one in caplog.records if one.name.startswith("headwater.server")]
     lines = [line for line in lines if "left out" in line]
-    text = "of 120 examples cannot be trained on and were left out"
+    text = "of 120 examples cannot be used and were left out"
     worse = [n for n, number in enumerate(left_out) if number > max(left_out[:n], default=0)]
     expected = [f"round {n + 1}: {left_out[n]} {text}" for n in worse]
     assert [line[: len(e)] for line, e in zip(lines, expected, strict=True)] == expected
