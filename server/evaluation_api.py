@@ -58,8 +58,9 @@ def evaluate(
     if not isinstance(model, nn.Module):
         file = model_file(Path(model))
         record, state = read_model(file)
-        chosen = chosen or task_of_record(None, record, file)
-        model = load_module(chosen, record, state, file)
+        builder = task_of_record(None, record, file) if loss is not None or not chosen else chosen
+        model = load_module(builder, record, state, file)
+        chosen = chosen or builder
     if chosen is None:
         raise TaskError(
             "neither a task nor a loss is given, by which the model is tested",

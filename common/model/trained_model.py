@@ -315,7 +315,8 @@ def task_of(task: Task | str | Path | None, record: ModelRecord, file: Path) -> 
         return load_task(str(task)) if isinstance(task, str | Path) else task
     if record.task is None:
         raise UnknownTask(
-            f"{file} does not say which task built its model", remedy=f"name it: {_HOW}"
+            f"{file} does not say which task built its model",
+            remedy=f"name it: {_HOW}; or give the module itself",
         )
     if not is_below(record.task, Path.cwd()):
         raise UnknownTask(

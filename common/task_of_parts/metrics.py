@@ -59,8 +59,9 @@ def _named(name: Any, loss: SummedLoss) -> SummedMetric:
     if name not in fitting:
         raise TaskError(
             f"there is no metric {name} with this loss; there is {', '.join(fitting)}",
-            remedy="give a function of outputs and targets that returns the sum over the "
-            "batch: metrics={'mine': lambda outputs, targets: ...}; or a metric of torchmetrics",
+            remedy=f"use {', '.join(fitting)}; or give a function of outputs and targets whose sum "
+            "over the batch is divided by the loss's weight: metrics={'mine': lambda outputs, "
+            "targets: ...}; or a metric of torchmetrics",
         )
     return fitting[name]
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import headwater
 from headwater.common.errors import MissingData, TaskError, TaskNotAdditive
+from headwater.common.task import load_task
 
 TASK = "examples/digits.py:Digits"
 
@@ -34,6 +35,15 @@ def test_a_run_a_folder_and_a_module_are_tested_alike(run: headwater.Run) -> Non
     for one in found:
         assert one.metrics["accuracy"] == pytest.approx(run.metrics["test_accuracy"])
         assert one.loss == pytest.approx(run.metrics["test_loss"])
+
+
+def test_a_folder_s_model_is_tested_by_a_loss(run: headwater.Run) -> None:
+    """The task that built it is in the run's record."""
+    out = run.settings.out
+    assert out is not None
+    data = load_task(TASK).test_examples()  # type: ignore[attr-defined]
+    found = headwater.evaluate(out, data, loss=nn.CrossEntropyLoss())
+    assert found.loss == pytest.approx(run.metrics["test_loss"])
 
 
 def test_a_loss_of_torch_s_is_enough_to_test_a_module() -> None:
