@@ -22,7 +22,7 @@ from headwater.common.compression.model_difference import (
 from headwater.common.compression.terms import DifferenceMethod
 from headwater.common.flower.sent_model import ModelDifference
 
-MAX_ROUNDS = 16
+MAX_SUMMED, MAX_ROUNDS = 16, 64
 """A sum takes time for each difference in it, and after so many rounds it saves little."""
 
 
@@ -47,9 +47,9 @@ class DifferenceHistory:
         """
         self._sums.clear()
         self._differences.append(difference)
-        least = 0 if adds_exactly(self._method) else 1
+        least, most = (0, MAX_SUMMED) if adds_exactly(self._method) else (1, MAX_ROUNDS)
         while len(self._differences) > least and (
-            len(self._differences) > MAX_ROUNDS or self._num_bytes() > self._max_bytes
+            len(self._differences) > most or self._num_bytes() > self._max_bytes
         ):
             self._differences.popleft()
 
