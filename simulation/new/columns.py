@@ -73,8 +73,8 @@ def table_of(path: Path, *, label: str | None, is_regression: bool) -> Table:
     """Return a file's rows and columns; ``label`` is the last column if it is not named.
 
     Raises:
-        SettingsError: see ``read_rows``; or there is no such column, or no label in it, or more
-            classes than a task should have.
+        SettingsError: see ``read_rows``; or there is no such column, or no label in it, or one
+            alone, or more classes than a task should have.
     """
     names, rows = read_rows(path)
     label = label or names[-1]
@@ -100,6 +100,11 @@ def table_of(path: Path, *, label: str | None, is_regression: bool) -> Table:
     if not is_number and len(different) > MAX_CATEGORIES:
         raise SettingsError(
             f"{path}: the column {label!r} has {len(different):,} different texts",
+            remedy="name the column to predict: --label COLUMN",
+        )
+    if len(different) < 2:
+        raise SettingsError(
+            f"{path}: the column {label!r} has one value, {different[0]!r}: nothing is to learn",
             remedy="name the column to predict: --label COLUMN",
         )
     table = Table(

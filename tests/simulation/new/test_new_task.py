@@ -132,6 +132,7 @@ MANY = "".join(f"{at},text{at}\n" for at in range(MAX_CATEGORIES + 1))
         ("series", "a,b\n1,2\n2,3\n", None, "2 rows, too few for 3 devices and a test"),
         ("table", "a,b\n1,2\n", "c", "no column 'c'"),
         ("table", "a,b\n1,\n", None, "no value in the column 'b'"),
+        ("table", "a,b\n1,x\n2,x\n", None, "one value, 'x'"),
         ("table", f"a,b\n{MANY}", None, "51 different texts"),
         ("table", "a,b\n1,x\n1,y\n", None, "no column but 'b'"),
         ("regression", "a,b\n1,x\n2,y\n", None, "not every 'b' is a number"),
