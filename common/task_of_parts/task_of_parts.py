@@ -134,7 +134,6 @@ class TaskOfParts:
         return self._loss.max_weight(self._examples[0][-1])
 
 
-@remedy_in_traceback()
 def _copied(model: nn.Module) -> nn.Module:
     """Return a copy, with the hooks of its parameters, that shares memory where the model does."""
     copied, first = copy.deepcopy(model), dict[tuple[int, torch.Size], Tensor]()
@@ -146,6 +145,7 @@ def _copied(model: nn.Module) -> nn.Module:
     return copied
 
 
+@remedy_in_traceback()
 def task_of(task: Any, parts: dict[str, Any], *, is_elsewhere: bool) -> Any:
     """Return the task of a call: the one that it names, or one of the parts that it gives.
 

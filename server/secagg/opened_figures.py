@@ -3,7 +3,8 @@
 A masked update is what its member masked, and so are its loss and metrics: one member may mask an
 accuracy of 10^15, and the masks hide which. Such a figure moves no model, but it would end a run
 (``--stop-when``) or choose its best round (``--best``). As in plain rounds
-(``aggregation.believed_figures``), a mean counts
+(``aggregation.believed_figures``), but within less, as all members together move less, a mean
+counts
 
 * up to a hundred times the median of the last five that counted, and in any case up to 1, a loss up
   to 100;
@@ -23,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwater.common.data.metric_direction import is_part
-from headwater.server.aggregation.believed_figures import LEAST, LEAST_LOSS, MOST_PART, MULTIPLE
+from headwater.server.aggregation.believed_figures import LEAST, LEAST_LOSS, MOST_PART
 from headwater.server.aggregation.round_reports import RoundSum
 
 log = logging.getLogger(__name__)
 
-NUM_RECENT = 5
+NUM_RECENT, MULTIPLE = 5, 100.0
 LOSS, NOISE = "loss", ("noise variance", "noise squared gradient")
 MOST_PERCENT = 100 * MOST_PART
 
