@@ -58,7 +58,11 @@ class SummedLoss:
         """Return the most that an example with such a target weighs."""
         if not self.is_of_classes:
             return 1
-        number = target.numel() if isinstance(target, Tensor) and not _is_share(target) else 1
+        number = target.numel() if isinstance(target, Tensor) else 1
+        if isinstance(target, Tensor) and _is_share(
+            target
+        ):  # of each class, in the first dimension
+            number //= max(len(target), 1)
         return number if self.class_weights is None else number * float(self.class_weights.max())
 
 

@@ -41,6 +41,8 @@ class TaskOfParts:
             states are sums, or functions of outputs and targets that return the sum over a batch,
             by name. None: what fits the loss.
         collate: joins examples to a batch; None: as torch's DataLoader does.
+        max_weight_per_example: the most that an example weighs, as its tokens where texts differ in
+            length; None: what the first one's target does.
 
     Raises:
         TaskError: a part is none, or the loss is none whose mean is known.
@@ -56,6 +58,7 @@ class TaskOfParts:
         test: Any = None,
         metrics: Asked = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        max_weight_per_example: float | None = None,
     ) -> None:
         if not (isinstance(model, nn.Module) or callable(model)):
             raise TaskError(
@@ -72,6 +75,7 @@ class TaskOfParts:
             self.test_examples = lambda: tested
         if collate is not None:
             self.collate = collate
+        self._max_weight = max_weight_per_example
 
     def new_model(self) -> nn.Module:
         """Return a copy of the model: a function may return the same one each time."""
@@ -128,7 +132,9 @@ class TaskOfParts:
 
     @cached_property
     def max_weight_per_example(self) -> float:
-        """The most that an example weighs, by the first one's target."""
+        """The most that an example weighs: as is given, or by the first one's target."""
+        if self._max_weight is not None:
+            return self._max_weight
         if not isinstance(self._examples, Examples) or not len(self._examples):
             return self._loss.max_weight(None)
         return self._loss.max_weight(self._examples[0][-1])
