@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ from headwater.common.flower import records
 from headwater.common.flower.grid import HeadwaterGrid
 from headwater.common.messages import DescribeRequest, DeviceReport, FrozenPart, FrozenReport
 from headwater.common.model.parameters import ModelImage
-from headwater.common.wording import counted
+from headwater.common.wording import counted, duration_text
 from headwater.server.fleet import Counts, everyone
 from headwater.server.flower.intermediaries import Intermediaries
 from headwater.server.refused_devices import RefusedDevices
@@ -45,6 +46,8 @@ DESCRIBE, FROZEN = "query.describe", "query.frozen"
 SILENT_SECONDS = 300.0
 # So is one that receives the frozen part more slowly than this.
 LEAST_BYTES_PER_SECOND = 32 << 10
+# One that has received it so often within this time is sent it no more: it is up to gigabytes.
+MAX_FROZEN, FROZEN_SECONDS = 3, 600.0
 # The first round waits so long for newcomers, even if enough clients have joined.
 PATIENCE_SECONDS = 10.0
 
@@ -87,6 +90,10 @@ class Registration:
         self._grid = grid
         self._own = grid if isinstance(grid, HeadwaterGrid) else None
         self._pending: dict[str, PendingDescription] = {}
+        self._frozen_at: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=MAX_FROZEN)
+        )
+        """When each device had received the frozen part, the last few times."""
         self._present: set[int] = set()
         self._clock = clock
         self._has_begun = False
@@ -244,6 +251,16 @@ class Registration:
             else:
                 self._refuse(pending.node_id, error)
         else:
+            if report.lacks_frozen and self._loses_frozen(report.name):
+                lost = f"{MAX_FROZEN} times in the last {duration_text(FROZEN_SECONDS)}"
+                self._refuse(
+                    pending.node_id,
+                    FrozenPartMissing(
+                        f"{report.name} has received the frozen part of the model {lost}, and lost "
+                        "it each time"
+                    ),
+                )
+                return True
             if report.lacks_frozen:
                 self._send_frozen(report, pending)
                 return True
@@ -279,7 +296,15 @@ class Registration:
         check_name(done.name, pending.report.name)
         if self.image is None or done.digest != self.image.frozen_digest:
             raise CorruptUpdate(f"{done.name} has another frozen part of the model")
+        self._frozen_at[done.name].append(self._clock())
         return pending.report.model_copy(update={"lacks_frozen": False})
+
+    def _loses_frozen(self, name: str) -> bool:
+        """Return whether a device has received the frozen part again and again: it is gigabytes."""
+        received = self._frozen_at.get(name)
+        if received is None or len(received) < MAX_FROZEN:
+            return False
+        return received[0] > self._clock() - FROZEN_SECONDS
 
     def _send_frozen(self, report: DeviceReport, pending: PendingDescription) -> None:
         """Send a device the frozen part of the model; its answer completes its description.
