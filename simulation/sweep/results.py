@@ -127,7 +127,8 @@ def check_metric(criterion: str | None) -> None:
         direction(criterion or LOSS)
     except ValueError as error:
         raise SettingsError(
-            f"--metric {criterion}: {error}", remedy=f"write --metric min:{criterion}, or max:"
+            f"--metric {criterion}: {error}",
+            remedy=f"write --metric min:{criterion}, or max:{criterion}",
         ) from error
 
 
