@@ -49,16 +49,16 @@ def evaluate(
     """
     if task is not None and loss is not None:
         raise TaskError("a task is given, and a loss beside it", remedy="give one of the two")
-    chosen = _task(task)
+    chosen = given = _task(task)
     if examples is not None:
         examples = data_set_of(examples, "examples")
     if loss is not None:
         parts = TaskOfParts(model=_no_model, examples=examples, loss=loss, metrics=metrics)
-        chosen = parts
+        chosen = parts  # the model is another task's, or given
     if not isinstance(model, nn.Module):
         file = model_file(Path(model))
         record, state = read_model(file)
-        builder = task_of_record(None, record, file) if loss is not None or not chosen else chosen
+        builder = given or task_of_record(None, record, file)
         model = load_module(builder, record, state, file)
         chosen = chosen or builder
     if chosen is None:

@@ -63,7 +63,7 @@ class EvaluationRound(Feature):
                 "that the plan names",
                 remedy="use a server of this version",
             )
-        positions = _hidden(_positions(work, terms), work)
+        positions = _unless_few(_positions(work, terms), work)
         tell_round(context.task, terms.model_round)
         with running("the test of the model"):
             self._tested, faults = test_models(
@@ -142,8 +142,8 @@ def _positions(work: Work, terms: EvaluationTerms) -> list[int]:
     return positions
 
 
-def _hidden(positions: list[int], work: Work) -> list[int]:
-    """Return the examples that are tested under masks: none if they are fewer than the owner's.
+def _unless_few(positions: list[int], work: Work) -> list[int]:
+    """Return the examples; none if they are fewer than a masked device tests.
 
     A server that chooses the share could otherwise leave one example of one device in the sum.
     """

@@ -60,16 +60,21 @@ class DifferenceHistory:
         return missed if is_new else None
 
     def summed(self, missed: Sequence[ModelDifference], image_id: str) -> ModelDifference | None:
-        """Return the sum of some differences, which do not change: it needs no lock.
+        """Return the sum of some differences, or the one from zero; None: the model goes whole.
 
-        None if the model has to be sent whole.
+        Of some it needs no lock, as they do not change.
         """
-        data = movement([one.data for one in missed], len(self._values_P))
+        data: bytearray | None
+        if not adds_exactly(self._method):
+            data = bytearray().join(one.data for one in missed)
+        elif missed:
+            data = movement([one.data for one in missed], len(self._values_P))
+        else:
+            data = movement_from_zero(self._values_P)
         if data is None:
             return None
-        return ModelDifference(
-            base_id=missed[0].base_id, image_id=image_id, method=self._method, data=data
-        )
+        base_id = missed[0].base_id if missed else ""
+        return ModelDifference(base_id=base_id, image_id=image_id, method=self._method, data=data)
 
     def note_sum(self, summed: ModelDifference) -> None:
         """Keep a sum for other devices that hold the same model."""
@@ -88,23 +93,12 @@ class DifferenceHistory:
         base_id = held_id if missed else ""
         found = missed[0] if len(missed) == 1 else self._sums.pop(base_id, None)
         if found is None:
-            summed = self._summed([one.data for one in missed])
-            if summed is None:
-                return None
-            found = ModelDifference(
-                base_id=base_id, image_id=image_id, method=self._method, data=summed
-            )
+            found = self.summed(missed, image_id)
+        if found is None:
+            return None
         if len(missed) != 1:
-            self._sums[base_id] = found
-            self._make_room()
+            self.note_sum(found)
         return found if len(found.data) < 4 * num_values else None
-
-    def _summed(self, data: list[bytearray]) -> bytearray | None:
-        if not adds_exactly(self._method):
-            return bytearray().join(data)
-        if data:
-            return movement(data, len(self._values_P))
-        return movement_from_zero(self._values_P)
 
     def _missed(self, held_id: str) -> list[ModelDifference]:
         """Return the differences since a model was the latest; none if it is unknown."""

@@ -12,6 +12,7 @@ from headwater.common.evaluation.terms import (
     LOW,
     NUM_EXAMPLES,
     NUM_FIGURES,
+    NUM_LEFT_OUT,
     OTHER,
     WEIGHT,
     EvaluationTerms,
@@ -46,7 +47,7 @@ def admit(update: Update, terms: Terms) -> Vector:
         report.loss_sum,
     )
     sent = rows[0][:NUM_FIGURES].copy()
-    sent[[at for at in range(FIRST_METRIC) if at not in (NUM_EXAMPLES, WEIGHT, LOSS)]] = 0.0
+    sent[NUM_LEFT_OUT] = 0.0
     is_told = np.allclose(sent, told, rtol=ROUNDING, atol=ROUNDING)
     if not is_told or any(row[NUM_EXAMPLES] != sent[NUM_EXAMPLES] for row in rows):
         raise CorruptUpdate(
