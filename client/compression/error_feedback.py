@@ -54,8 +54,9 @@ from headwater.common.compression.encoding import coding_of
 from headwater.common.compression.terms import CompressionTerms
 from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
-from headwater.common.model.vectors import CHUNK, all_finite
+from headwater.common.model.vectors import CHUNK, all_finite, all_within
 from headwater.common.parsed_text import json_of
+from headwater.common.secagg.fixed_point import MAX_CLIP
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +156,9 @@ class ErrorFeedback:
         The second value is the carried weight, which follows from plans alone; ``weight`` is what
         the plan allows this update.
 
-        The vector is overwritten: it is the new residual, which is stored as pending. Where the
-        residual overflows with the sum, zeros are sent, and its coordinates of this round are lost:
-        what a device still carries follows from plans alone.
+        The vector is overwritten: it is the new residual, which is stored as pending. Coordinates
+        beyond what any session takes are cut and not cleared (``with_usable_values``), and what is
+        not sent of them is lost: it would fill the factors of hundreds of rounds.
         ``was_masked`` says whether the update with a label was masked in a session.
 
         Raises:
@@ -169,14 +170,14 @@ class ErrorFeedback:
         base = self._masked(stored, was_masked) or self._counted(plain, plan)
         if base is not None:
             add_in_chunks(values_P, base.values_P)
-        is_usable = all_finite(values_P)
-        if not is_usable:
+        is_kept = all_within(values_P, MAX_CLIP)
+        sent_K = projection.gather(values_P.clamp_(-MAX_CLIP, MAX_CLIP))
+        if not is_kept:
+            log.warning("an update beyond all bounds is cut, and what is not sent of it is lost")
             values_P.zero_()
             if base is not None:
                 add_in_chunks(values_P, base.values_P)
-        sent_K = projection.gather(values_P)
-        if not is_usable:
-            sent_K.zero_()
+            projection.gather(values_P)
         place = _next_place(base, stored)
         carried = 0 if base is None else base.carried_weight
         left = _left_weight(base, weight, plan, len(values_P))
@@ -263,6 +264,9 @@ class ErrorFeedback:
             raise ValueError("an older version wrote it, without its weight")
         if hashlib.sha256(values).hexdigest() != head["sha256"]:
             raise ValueError("it is damaged: its digest does not match")
+        values_P = np.frombuffer(values, "<f4")
+        if len(values_P) and not np.isfinite([values_P.min(), values_P.max()]).all():
+            raise ValueError("it is not finite")
         label: Mapping[str, Any] | None = head["label"]
         return _Residual(
             slot=slot,
@@ -270,7 +274,7 @@ class ErrorFeedback:
             round=int(head["round"]),
             label=None if label is None else MaskedLabel(**label),
             carried_weight=int(head["carried_weight"]),
-            values_P=np.frombuffer(values, "<f4"),
+            values_P=values_P,
         )
 
     def _store(

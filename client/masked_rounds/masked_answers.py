@@ -63,6 +63,7 @@ from headwater.common.messages import (
 )
 from headwater.common.model.vectors import squared_norm
 from headwater.common.privacy.terms import PrivacyTerms
+from headwater.common.secagg.fixed_point import MAX_CLIP
 from headwater.common.secagg.masked_numbers import SQUARED_NORM, numbers_of_nothing
 from headwater.common.task import max_weight_per_example
 
@@ -334,6 +335,7 @@ def _projected(
             was_masked=was_masked,
         )
     else:
+        values_P.clamp_(-MAX_CLIP, MAX_CLIP)
         sent_K, carried = coding.projection(len(values_P)).gather(values_P), 0
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
     return replace(update, values_P=sent_K, numbers=numbers), carried

@@ -19,9 +19,14 @@ CHUNK = 1 << 17  # coordinates converted at a time: 1 MiB of float64 stays in ca
 
 def all_finite(values: Tensor) -> bool:
     """Return whether no number is NaN or infinite; True for an empty vector."""
+    return all_within(values, LARGEST)
+
+
+def all_within(values: Tensor, limit: float) -> bool:
+    """Return whether no number is NaN, or beyond a limit; True for an empty vector."""
     if not values.numel():
         return True
-    return all(math.isfinite(bound.item()) for bound in torch.aminmax(values))  # NaN propagates
+    return all(abs(bound.item()) <= limit for bound in torch.aminmax(values))  # NaN propagates
 
 
 def saturate(values: Tensor) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +14,10 @@ from torch import Tensor
 from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLabel
 from headwater.client.compression.residual_slots import ResidualsByCall
 from headwater.common.compression.encoding import coding_of
-from headwater.common.compression.terms import CompressionTerms
+from headwater.common.compression.low_rank import first_columns
+from headwater.common.compression.terms import CompressionTerms, Matrix, Method
 from headwater.common.messages import Plan, Update, UpdateReport
-from headwater.common.secagg.fixed_point import decode, encode_in_place, plan_encoding
+from headwater.common.secagg.fixed_point import MAX_CLIP, decode, encode_in_place, plan_encoding
 from tests.masked import plan as masked_plan
 from tests.plans import plan_of as plain_plan_of
 
@@ -168,25 +172,33 @@ def test_an_update_that_entered_no_session_leaves_the_residual_before() -> None:
     assert torch.equal(device.left(), before)
 
 
-def test_where_the_residual_overflows_zeros_are_sent_and_its_coordinates_are_lost() -> None:
-    """A refusal would tell the server of the examples, as would another carried weight."""
+FACTORS: dict[str, Any] = {"rank": 4, "side": "right", "matrices": (Matrix(0, 15, 20),)}
+
+
+@pytest.mark.parametrize("method", ["random-k", "low-rank"])
+def test_an_update_that_overflows_is_cut_and_leaves_the_residual_before(method: Method) -> None:
+    """Zeros would leave the others' sum to one member; a NaN stays in the residual for good."""
     device = Device("pi", np.random.default_rng(0))
-    device.train(first := plan_of(1, None, 0.2))
-    device.mask(first)
-    device.counted = 1
-    expected = device.left().clone()
-    coding_of(plan_of(2, 1, 0.2)).positions(P).gather(expected)
-    label = MaskedLabel(update_id="round 2", model="", num_planned_before=0)
-    sent_K, _ = device.feedback().gather(
-        torch.full((P,), torch.inf),
-        plan_of(2, 1, 0.2),
-        weight=WEIGHT,
-        label=label,
-        was_masked=lambda one: one.update_id == device.masked,
-    )
-    assert not sent_K.any()
-    device.masked, device.counted = "round 2", 2
-    assert torch.equal(device.left(), expected)
+
+    def gather(number: int, values_P: Tensor) -> Tensor:
+        drawn = first_columns(FACTORS["matrices"], 4, np.random.default_rng(number))
+        more = {"columns": drawn, **FACTORS} if method == "low-rank" else {"fraction": 0.2}
+        terms = CompressionTerms(method=method, **more)
+        sent_K, _ = device.feedback().gather(
+            values_P,
+            masked_plan(number, compression=terms),
+            weight=WEIGHT,
+            label=MaskedLabel(update_id=f"round {number}", model="", num_planned_before=0),
+            was_masked=lambda one: True,
+        )
+        assert torch.isfinite(sent_K).all()
+        assert sent_K.all()
+        return sent_K
+
+    largest = torch.finfo(torch.float32).max
+    gather(1, torch.ones(P))
+    assert gather(2, torch.full((P,), largest)).abs().max() > MAX_CLIP / 2
+    assert 1 < gather(3, torch.ones(P)).abs().max() < 100, "what the first left is sent on"
 
 
 def test_an_empty_update_sends_what_waits_so_that_no_weight_is_told_away() -> None:
