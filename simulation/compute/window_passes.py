@@ -71,8 +71,8 @@ class _Window:
 class WindowPasses:
     """Sums windows into vectors, one device after another.
 
-    Random layers are seeded only if the task draws random numbers: a block whose passes changed the
-    state of torch's generator is summed again, and from then on each micro-batch is seeded.
+    Micro-batches are seeded only if the task draws random numbers: a block whose passes changed the
+    state of torch's generator is summed again, and from then on each is seeded.
     """
 
     def __init__(self, devices: Devices, *, note_begun: Callable[[int], None]) -> None:
@@ -130,9 +130,10 @@ class WindowPasses:
                     if rows is None
                     else rows.batches(own.start, steps)
                 )
-                seeds = self._seeds(client, epoch, positions[own], steps)
+                if self._draws:
+                    batches = _seeded(batches, _seeds(client, epoch, positions[own], steps))
                 tell_round(self._devices.trainer.task, client.plan.round)
-                windows.append(self._summed(client.plan, accumulator, batches, seeds))
+                windows.append(self._summed(client.plan, accumulator, batches))
             except Exception as error:
                 # Its own code finds the example, or says that there is none.
                 log.debug("%s is computed alone: %s: %s", client.name, type(error).__name__, error)
@@ -144,18 +145,7 @@ class WindowPasses:
         examples = self._devices.training_examples(client.part, client.plan)
         return batches_of(self._devices.trainer.task, examples, positions, sizes)
 
-    def _seeds(
-        self, client: ClientPlan, epoch: int, positions: Ints, sizes: Sequence[int]
-    ) -> list[int]:
-        """Return the seeds of a window's random layers; none if no random number is drawn."""
-        if not self._draws:
-            return []
-        seed = layers_seed(client.plan.run_seed, epoch, client.name)
-        return [seed + first for first in positions[starts_of(np.array(sizes))].tolist()]
-
-    def _summed(
-        self, plan: Plan, accumulator: Accumulator, batches: Iterator[Any], seeds: Sequence[int]
-    ) -> _Window:
+    def _summed(self, plan: Plan, accumulator: Accumulator, batches: Iterator[Any]) -> _Window:
         """Sum one window as ``client.training.window`` does if nothing fails.
 
         Raises:
@@ -165,9 +155,7 @@ class WindowPasses:
         task, model, values_P = trainer.task, trainer.image.model, accumulator.values_P
         window = _Window()
         accumulator.zero()
-        for number, batch in enumerate(batches):
-            if seeds:
-                torch.default_generator.manual_seed(seeds[number])
+        for batch in batches:
             num_changes = accumulator.num_changes
             if is_narrow:
                 with torch.autocast("cpu", torch.bfloat16):
@@ -187,6 +175,19 @@ class WindowPasses:
         if not window.weight or not scale(values_P, by=weigh_as, over=window.weight):
             raise ArithmeticError("the window has no weight, or its scaled sum overflows")
         return window
+
+
+def _seeds(client: ClientPlan, epoch: int, positions: Ints, sizes: Sequence[int]) -> list[int]:
+    """Return the seeds of a window's micro-batches (``client.training.gradient_pass``)."""
+    seed = layers_seed(client.plan.run_seed, epoch, client.name)
+    return [seed + first for first in positions[starts_of(np.array(sizes))].tolist()]
+
+
+def _seeded(batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
+    """Yield batches; each is read after its seed is set, as examples may draw numbers, too."""
+    for seed in seeds:
+        torch.default_generator.manual_seed(seed)
+        yield next(batches)
 
 
 def _finite_norm(accumulator: Accumulator) -> float:

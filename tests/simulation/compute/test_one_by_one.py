@@ -100,6 +100,23 @@ class Lists(RandomLayers):
         return [rows[at] for at in range(len(rows))]  # type: ignore[arg-type, return-value]
 
 
+class _Drawn(list[tuple[Tensor, Tensor]]):
+    def __getitem__(self, at: Any) -> Any:
+        inputs, label = super().__getitem__(at)
+        return inputs + torch.randn(5), label
+
+
+class DrawnExamples(Lists):
+    """Examples draw numbers as they are read, and no layer does."""
+
+    def new_model(self) -> nn.Module:
+        return nn.Linear(5, 3)
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> Dataset[Any]:
+        rows: Any = super().train_examples(data=data, part=part, num_parts=num_parts)
+        return _Drawn(rows)  # type: ignore[return-value]
+
+
 class OtherMetrics(RandomLayers):
     """Some micro-batches have a metric that others do not have."""
 
@@ -131,7 +148,7 @@ class OneBad(TwoLayers):
 
 
 @pytest.mark.parametrize(
-    "task", [TwoLayers, RandomLayers, Lists, OtherMetrics, CountedCalls, OneBad]
+    "task", [TwoLayers, RandomLayers, Lists, DrawnExamples, OtherMetrics, CountedCalls, OneBad]
 )
 @pytest.mark.parametrize("chosen", [{}, {"weigh_as": 7}, {"precision": "bfloat16"}])
 def test_foreseen_devices_send_the_bits_and_reports_of_their_own_code(
