@@ -13,6 +13,7 @@ The server sends the columns in the plan (``shared_columns``). What is not sent 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -35,19 +36,26 @@ from headwater.common.model.layout import ModelLayout
 from headwater.common.sums.encoded_vector import EncodedVector, Floats
 
 
-def matrices_of(layout: ModelLayout, rank: int) -> tuple[Matrix, ...]:
+def matrices_of(layout: ModelLayout, rank: int, *, least_share: float = 0.0) -> tuple[Matrix, ...]:
     """Return the matrices of a model's vector that a factor of this rank halves at least.
 
-    A tensor of more dimensions is a matrix with as many rows as its first one has.
+    A tensor of more dimensions is a matrix with as many rows as its first one has. Left out are
+    those that no rank halves with at least this share on either side: long and narrow ones.
     """
     found = []
     for slot, (start, end) in zip(layout.trainable, layout.spans, strict=True):
         if len(slot.shape) < 2 or end == start:
             continue
         one = Matrix(start, slot.shape[0], (end - start) // slot.shape[0])
-        if 2 * one.rank(rank) * max(one.rows, one.columns) <= end - start:
+        longer, shorter = max(one.rows, one.columns), min(one.rows, one.columns)
+        if 2 * max(one.rank(rank), least_rank(longer, least_share)) <= shorter:
             found.append(one)
     return tuple(found)
+
+
+def least_rank(longer: int, least_share: float) -> int:
+    """Return the rank at which a factor is that share of a matrix, on the side that sends less."""
+    return math.ceil(round(longer * least_share, 9))
 
 
 class _Part(NamedTuple):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from headwater.common.compression.low_rank import matrices_of
 from headwater.common.compression.terms import (
     CompressionTerms,
+    Matrix,
     few_bits_bytes,
     planned_difference_bytes,
     terms_of,
     update_bytes,
 )
 from headwater.common.model.layout import ModelLayout
+from headwater.common.settings.rounds import MIN_MASKED_FRACTION
 from headwater.common.settings.schema import Settings
 
 
@@ -31,10 +33,7 @@ def upload_bytes(settings: Settings, layout: ModelLayout) -> int:
     num_values = layout.num_parameters
     is_masked = settings.secure.aggregation != "off"
     if settings.compression.up == "low-rank":
-        number, values = (
-            _mean_factors(settings.compression.rank, layout),
-            settings.compression.values,
-        )
+        number, values = _mean_factors(settings, layout), settings.compression.values
         if is_masked:
             return settings.secure.ring_bits // 8 * number
         return 2 * number if values == "bfloat16" else few_bits_bytes(values, number)
@@ -50,9 +49,16 @@ def masked_bytes(settings: Settings, terms: CompressionTerms | None, num_values:
     return num_sent * settings.secure.ring_bits // 8
 
 
-def _mean_factors(rank: int, layout: ModelLayout) -> int:
+def low_rank_matrices(settings: Settings, layout: ModelLayout) -> tuple[Matrix, ...]:
+    """Return the matrices of which a run's updates have factors; devices mask no smaller ones."""
+    least = 0.0 if settings.secure.aggregation == "off" else MIN_MASKED_FRACTION
+    return matrices_of(layout, settings.compression.rank, least_share=least)
+
+
+def _mean_factors(settings: Settings, layout: ModelLayout) -> int:
+    rank = settings.compression.rank
     saved = sum(
         one.rows * one.columns - one.rank(rank) * (one.rows + one.columns) // 2
-        for one in matrices_of(layout, rank)
+        for one in low_rank_matrices(settings, layout)
     )
     return layout.num_parameters - saved

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from headwater.common.compression.low_rank import (
     first_columns,
-    matrices_of,
+    least_rank,
     next_columns,
     shapes_of,
 )
-from headwater.common.compression.planned_bytes import download_bytes, masked_bytes
+from headwater.common.compression.planned_bytes import (
+    download_bytes,
+    low_rank_matrices,
+    masked_bytes,
+)
 from headwater.common.compression.shared_columns import BITS, columns_bytes
 from headwater.common.compression.terms import CompressionTerms, Matrix, Side
 from headwater.common.errors import SettingsError
@@ -37,11 +41,14 @@ class LowRankRounds(RunFeature):
                 rank is less than devices mask.
         """
         self._run, self._rank = run, run.settings.compression.rank
-        self._matrices = matrices_of(run.image.layout, self._rank)
+        self._matrices = low_rank_matrices(run.settings, run.image.layout)
         if not self._matrices:
+            is_masked = run.settings.secure.aggregation != "off"
+            other = "--compress random-k" if is_masked else "--compress int4"
             raise SettingsError(
-                f"--compress low-rank of rank {self._rank} shortens no parameter of this model",
-                remedy="lower --compress-rank, or take --compress int4",
+                f"--compress low-rank of rank {self._rank} shortens no parameter of this model"
+                + is_masked * f" to between {MIN_MASKED_FRACTION:.0%} and half of it",
+                remedy=(self._rank > 1) * "lower --compress-rank, or " + f"take {other}",
             )
         self._begin()
         self._check_length(max(self._matrices, key=lambda one: one.rows + one.columns))
@@ -70,10 +77,11 @@ class LowRankRounds(RunFeature):
     def _check_share(self) -> None:
         share = min(terms.sent_share for terms in (self._terms("left"), self._terms("right")))
         if share < MIN_MASKED_FRACTION:
+            longest = max(max(one.rows, one.columns) for one in self._matrices)
             raise SettingsError(
                 f"--compress-rank {self._rank} sends {share:.2%} of a matrix, and devices mask at "
                 f"least {MIN_MASKED_FRACTION:.0%}",
-                remedy=f"use --compress-rank {-(-self._rank * MIN_MASKED_FRACTION // share):.0f}",
+                remedy=f"use --compress-rank {least_rank(longest, MIN_MASKED_FRACTION)}",
             )
 
     def write(self, drafts: DraftPlans) -> None:

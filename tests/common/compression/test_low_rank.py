@@ -16,6 +16,7 @@ from headwater.common.compression.encoding import Coding
 from headwater.common.compression.low_rank import (
     SharedFactors,
     first_columns,
+    least_rank,
     matrices_of,
     next_columns,
     shapes_of,
@@ -174,3 +175,11 @@ def test_matrices_are_those_that_a_factor_halves() -> None:
     assert matrices_of(layout, 4) == (Matrix(starts[0], 16, 27), Matrix(starts[2], 50, 64))
     assert matrices_of(layout, 20) == (Matrix(starts[2], 50, 64),)
     assert matrices_of(layout, 30) == ()
+
+
+def test_a_matrix_that_is_too_long_for_the_least_share_has_no_factor() -> None:
+    layout = ModelImage(nn.Sequential(nn.Linear(64, 400), nn.Linear(400, 6))).layout
+    assert len(matrices_of(layout, 2)) == 2
+    (only,) = matrices_of(layout, 2, least_share=0.01)
+    assert (only.rows, only.columns) == (400, 64)
+    assert [least_rank(longest, 0.01) for longest in (1, 400, 700, 701)] == [1, 4, 7, 8]
