@@ -56,11 +56,11 @@ from headwater.common.errors import NonFiniteUpdate, StateError
 from headwater.common.messages import Plan, Update
 from headwater.common.model.vectors import CHUNK, all_finite, all_within
 from headwater.common.parsed_text import json_of
-from headwater.common.secagg.fixed_point import MAX_CLIP
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 4096
+LARGEST_MASKED = 2.0**100  # no session takes more; factors of much more would overflow
 LENGTH_BYTES = 8
 Floats = NDArray[np.float32]
 
@@ -170,8 +170,8 @@ class ErrorFeedback:
         base = self._masked(stored, was_masked) or self._counted(plain, plan)
         if base is not None:
             add_in_chunks(values_P, base.values_P)
-        is_kept = all_within(values_P, MAX_CLIP)
-        sent_K = projection.gather(values_P.clamp_(-MAX_CLIP, MAX_CLIP))
+        is_kept = all_within(values_P, LARGEST_MASKED)
+        sent_K = projection.gather(values_P.clamp_(-LARGEST_MASKED, LARGEST_MASKED))
         if not is_kept:
             log.warning("an update beyond all bounds is cut, and what is not sent of it is lost")
             values_P.zero_()

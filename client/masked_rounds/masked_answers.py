@@ -24,7 +24,11 @@ import torch
 from flwr.app import RecordDict
 
 from headwater.client.algorithms.lookup import algorithm_for
-from headwater.client.compression.error_feedback import MaskedLabel, error_feedback_of
+from headwater.client.compression.error_feedback import (
+    LARGEST_MASKED,
+    MaskedLabel,
+    error_feedback_of,
+)
 from headwater.client.features import own_rounds
 from headwater.client.flower.request import DeviceRequest, spool_of
 from headwater.client.flower.state_file import (
@@ -63,7 +67,6 @@ from headwater.common.messages import (
 )
 from headwater.common.model.vectors import squared_norm
 from headwater.common.privacy.terms import PrivacyTerms
-from headwater.common.secagg.fixed_point import MAX_CLIP
 from headwater.common.secagg.masked_numbers import SQUARED_NORM, numbers_of_nothing
 from headwater.common.task import max_weight_per_example
 
@@ -335,7 +338,7 @@ def _projected(
             was_masked=was_masked,
         )
     else:
-        values_P.clamp_(-MAX_CLIP, MAX_CLIP)
+        values_P.clamp_(-LARGEST_MASKED, LARGEST_MASKED)
         sent_K, carried = coding.projection(len(values_P)).gather(values_P), 0
     numbers = {**update.numbers, SQUARED_NORM: squared_norm(sent_K)}
     return replace(update, values_P=sent_K, numbers=numbers), carried

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwater.client.compression.error_feedback import ErrorFeedback, MaskedLabel
+from headwater.client.compression.error_feedback import LARGEST_MASKED, ErrorFeedback, MaskedLabel
 from headwater.client.compression.residual_slots import ResidualsByCall
 from headwater.common.compression.encoding import coding_of
 from headwater.common.compression.low_rank import first_columns
@@ -196,6 +196,7 @@ def test_an_update_that_overflows_is_cut_and_leaves_the_residual_before(method: 
         return sent_K
 
     largest = torch.finfo(torch.float32).max
+    assert LARGEST_MASKED == MAX_CLIP
     gather(1, torch.ones(P))
     assert gather(2, torch.full((P,), largest)).abs().max() > MAX_CLIP / 2
     assert 1 < gather(3, torch.ones(P)).abs().max() < 100, "what the first left is sent on"
