@@ -302,7 +302,8 @@ class MaskedRounds(RunFeature):
         self._has_narrowed |= bool(culprits) or self._suspicion.is_narrower(before)
         exclude(dict.fromkeys(culprits, MASKED_FALSELY))
         exclude(dict.fromkeys(self._late_again(cohort.ready, opened), ANSWERED_LATE))
-        if suspects := self._suspicion.suspects:
+        suspects = self._suspicion.suspects
+        if suspects and suspects != before.suspects:
             log.warning("a false number is from one of %d clients", len(suspects))
         room = 1.0 if cohort.coding is None else RANDOM_ROOM
         total, was_blind = sums.total(), encoding.is_blind

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headwater.common.errors import CheckpointCorrupt, HeadwaterError, SettingsError, StateError
+from headwater.common.settings.changes import TRUSTED, changes, changes_text, values_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.command_line import check_addresses
 from headwater.common.system.console import print_text
@@ -149,12 +150,12 @@ def open_run(
 
     ``read_settings`` reads this server's settings again, over those that the run has left in --out.
     A standby tries them once it has the run's files, so that what would keep it from taking over is
-    an error before it has to.
+    an error before it has to. When it takes over, masks and noise are still those.
 
     Raises:
         SettingsError: --shared-state or --out is missing; --out has files that are not this run's;
-            another server serves the run and this one is no standby; or the shared state holds a
-            run that should not be continued.
+            another server serves the run and this one is no standby; the shared state holds a run
+            that should not be continued; or its masks or noise have changed.
         CheckpointCorrupt: the shared state's record cannot be read.
         StateError: the shared state cannot be reached.
     """
@@ -169,8 +170,11 @@ def open_run(
     _warn_of_writers(spec)
     store = open_store(spec)
 
+    tried: list[Settings] = []
+
     def try_out() -> None:
         chosen = read_settings(resume=True)
+        tried.append(chosen)
         check_addresses(chosen, chosen.server.listen, metrics=chosen.server.metrics)
         if chosen.task is not None:
             load_task(chosen.task)
@@ -184,7 +188,32 @@ def open_run(
         raise _unreachable(error) from error
     if shared is not None:
         shared.begin()
+        for before in tried:
+            _check_protection(before, read_settings(resume=True), shared)
     return shared
+
+
+def _check_protection(before: Settings, now: Settings, shared: SharedRun) -> None:
+    """Check that masks, noise and trust are those of a standby's first look; else end its term.
+
+    Raises:
+        SettingsError: they are not.
+    """
+    found = changes(values_of(before), values_of(now))
+    changed = {
+        key: values
+        for key, values in found.items()
+        if key.startswith(("secure.", "privacy.")) or key in TRUSTED
+    }
+    if not changed:
+        return
+    with shared.serving():
+        raise SettingsError(
+            "what protects the shared run has changed since this standby began to follow it: "
+            + changes_text(changed),
+            remedy="if its operator changed them, start this server again with --standby; if not, "
+            "somebody else writes in the shared folder",
+        )
 
 
 def _begin(settings: Settings, store: StateStore, folder: Path, *, resume: bool) -> SharedRun:

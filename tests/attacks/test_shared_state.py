@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,17 @@ from headwater.common.errors import (
     SettingsError,
     TermEnded,
 )
+from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import load
 from headwater.server.rounds.features import check_resumed
 from headwater.server.standby.lease import Lease
 from headwater.server.standby.shared_files import SharedFiles
 from headwater.server.standby.shared_folder import FILES, SharedFolder
-from headwater.server.standby.takeover import _later
+from headwater.server.standby.takeover import _later, open_run
 from headwater.server.standby.term_record import NAME, TermRecord
 from tests.masked import FlowerDevice, NodeDevice, opening_of, plan, play, ready, train
 from tests.processes import until
-from tests.server.standby.test_takeover import begun, end, opened, settings
+from tests.server.standby.test_takeover import begun, end, opened, record, settings
 
 GOOD = TermRecord(term=3, holder="a:1-2", files={"x": "1-1-x"}, log_pieces=("1-2-log",))
 
@@ -290,3 +292,37 @@ def test_a_run_s_settings_take_no_masks_and_no_noise_away(
     with pytest.raises(SettingsError, match=says):
         check_resumed(before, load(None, {**planned, **chosen}))
     check_resumed(before, load(None, {**planned, **before}))
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        ({"privacy": {"epsilon": 1000}}, "privacy epsilon 8 → 1000"),
+        ({}, "privacy epsilon 8 → not set"),
+        ({"privacy": {"epsilon": 8}}, None),
+    ],
+)
+def test_noise_that_changed_since_a_standby_s_first_look_is_not_taken_over(
+    now: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    """Settings and checkpoint may have been changed alike, so that neither shows it."""
+    with suppress(SettingsError):
+        end(begun(tmp_path), SettingsError("a disk is full"))
+    plan_of_all = {"accumulation_steps": 4, "micro_batch_size": 4}
+
+    def read(**chosen: Any) -> Settings:
+        return settings(tmp_path, "b", plan=plan_of_all, **chosen)
+
+    looks = iter([read(privacy={"epsilon": 8}), read(**now)])
+
+    def take_over() -> None:
+        shared = open_run(read(), lambda *, resume: next(looks), is_standby=True, resume=False)
+        assert shared is not None
+        end(shared)
+
+    if says is None:
+        take_over()
+        return
+    with pytest.raises(SettingsError, match=says):
+        take_over()
+    assert record(tmp_path).stands == "free"
