@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 MAX_NAMES = 5
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
@@ -43,3 +45,8 @@ def names_text(names: Sequence[str], number: int) -> str:
     shown = ", ".join(names[:MAX_NAMES])
     num_more = number - len(names[:MAX_NAMES])
     return f"{shown} and {num_more} more" if num_more else shown
+
+
+def in_shell(word: str | Path) -> str:
+    """Return a path or a word as a shell takes it: quoted where it has spaces, say."""
+    return shlex.quote(str(word))

@@ -21,6 +21,7 @@ from headwater.common.system.console import console
 from headwater.common.system.heap import freeze_loaded_objects, use_one_heap
 from headwater.common.transport.tls import Credentials, split_address
 from headwater.common.user_code.task_spec import bundle_folder, name_of
+from headwater.common.wording import in_shell
 from headwater.server.app import load_run, server_app, server_context
 from headwater.server.features import run_queue
 from headwater.server.flower.grpc_grid import GrpcGrid
@@ -159,7 +160,7 @@ def serve_run(
             of = "" if settings.num_rounds is None else f" of {settings.rounds}"
             console.print(
                 f"drained after round {control.round}{of}; continue with: "
-                f"{command} --resume --out {settings.out}",
+                f"{command} --resume --out {in_shell(str(settings.out))}",
                 soft_wrap=True,
             )
     return RunEnd(goes_on=goes_on, address=address)

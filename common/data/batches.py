@@ -13,8 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from headwater.common.task import Examples, Task
+
+READS = ("__getitem__", "__getitems__")
+"""The methods by which a data set's examples are read."""
 
 
 class SubsetView:
@@ -50,11 +54,15 @@ class SubsetView:
 def dataset_tensors(task: Task, examples: Examples) -> Sequence[Tensor] | None:
     """Return the tensors whose indexed rows are exactly the batches.
 
-    None unless the data set is a ``TensorDataset`` (or views of one) and the task does not collate.
+    None unless the data set is a ``TensorDataset`` (or views of one) that reads its examples as
+    torch's does, and the task does not collate.
     """
     while isinstance(examples, SubsetView):
         examples = examples.whole
-    if not isinstance(examples, torch.utils.data.TensorDataset) or hasattr(task, "collate"):
+    kind = type(examples)
+    if not issubclass(kind, TensorDataset) or hasattr(task, "collate"):
+        return None
+    if any(getattr(kind, one, None) is not getattr(TensorDataset, one, None) for one in READS):
         return None
     tensors: Sequence[Tensor] | None = getattr(examples, "tensors", None)
     return tensors

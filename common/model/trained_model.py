@@ -37,6 +37,7 @@ from headwater.common.user_code.bundled_examples import expanded
 from headwater.common.user_code.named_objects import part_of
 from headwater.common.user_code.run_scope import forget_changed_modules
 from headwater.common.user_code.task_spec import is_below
+from headwater.common.wording import in_shell
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
@@ -235,8 +236,8 @@ def _is_checkpoint(file: Path) -> SettingsError:
         f"{file} is a run's checkpoint, which --resume reads, and no model",
         remedy=f"name the model beside it: {model}"
         if model.exists()
-        else f"continue the run with --resume --out {file.parent}: it writes {MODEL} at its end, "
-        "also if it is stopped",
+        else f"continue the run with --resume --out {in_shell(file.parent)}: it writes {MODEL} at "
+        "its end, also if it is stopped",
     )
 
 

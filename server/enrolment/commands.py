@@ -15,6 +15,7 @@ from headwater.common.system.console import console, stderr
 from headwater.common.transport.certificates import check_name, fingerprint
 from headwater.common.transport.join_token import JoinToken
 from headwater.common.transport.tls import is_loopback, split_address
+from headwater.common.wording import in_shell
 from headwater.server.enrolment.authority import (
     CA_FILE,
     CA_KEY_FILE,
@@ -64,9 +65,9 @@ def make_folder(folder: Path, *, hosts: list[str], certificates_last: str | None
         console.print(f"{folder} is complete: nothing was written")
     console.print("Start the server, then let devices join, with:")
     console.print(
-        f"  headwater-server --config {settings} --task my_task.py:MyTask", soft_wrap=True
+        f"  headwater-server --config {in_shell(settings)} --task my_task.py:MyTask", soft_wrap=True
     )
-    console.print(f"  headwater-server enroll NAME --folder {folder}", soft_wrap=True)
+    console.print(f"  headwater-server enroll NAME --folder {in_shell(folder)}", soft_wrap=True)
 
 
 def _write_settings(path: Path, *, is_remote: bool) -> None:

@@ -25,6 +25,7 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console
+from headwater.common.wording import in_shell
 from headwater.server.operations import run_history, run_lock
 from headwater.server.operations.run_lock import read_server_state
 
@@ -135,7 +136,7 @@ def give_order(folder: Path, verb: Verb) -> None:
     """
     check_run(folder)
     server = read_server_state(folder)
-    is_up, restart = server.is_up, f"{server.command} --resume --out {folder}"
+    is_up, restart = server.is_up, f"{server.command} --resume --out {in_shell(folder)}"
     if not is_up and not (verb == "resume" and _is_paused(folder)):
         what = "unpause" if verb == "resume" else verb
         raise SettingsError(
@@ -167,12 +168,12 @@ def _wait_for_answer(folder: Path, verb: Verb, restart: str) -> str:
         time.sleep(POLL_SECONDS)
     return (
         f"the order is written, but the server has not confirmed it within {ANSWER_SECONDS:g} s: "
-        f"check headwater-server status --out {folder}"
+        f"check headwater-server status --out {in_shell(folder)}"
     )
 
 
 def _describe(state: str, folder: Path, restart: str) -> str:
-    undo = f"headwater-server unpause --out {folder}"
+    undo = f"headwater-server unpause --out {in_shell(folder)}"
     return {
         "pausing": f"pausing: the round in progress ends first; to undo: {undo}",
         "paused": f"paused: no round begins, the devices stay connected; to undo: {undo}",

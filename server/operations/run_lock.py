@@ -21,6 +21,7 @@ from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.common.system.file_lock import try_lock
+from headwater.common.wording import in_shell
 
 FILE = "server.lock"
 SERVER = "headwater-server"
@@ -145,7 +146,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _locked_error(folder: Path) -> SettingsError:
     state = read_server_state(folder)
-    drain = f"or end that server: headwater-server drain --out {folder}"
+    drain = f"or end that server: headwater-server drain --out {in_shell(folder)}"
     stop = "wait for its end, or stop it with Ctrl-C: its committed rounds are kept"
     number = state.info.get("pid", "unknown")
     return SettingsError(

@@ -28,7 +28,7 @@ from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.transport.limits import same_version
-from headwater.common.wording import counted, duration_text, names_text, natural
+from headwater.common.wording import counted, duration_text, in_shell, names_text, natural
 from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import run_history
 from headwater.server.operations.orders import check_run, read_order
@@ -217,12 +217,13 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
         )
     if not status["is_up"]:
         ago, path = _ago(status["heartbeat_seconds"]), escape(str(folder))
+        typed = escape(in_shell(folder))
         line = (
             f"[bold red]down[/]: no server runs in {path}, last heartbeat {ago}; continue with: "
-            f"{escape(printable(status['command']))} --resume --out {path}"
+            f"{escape(printable(status['command']))} --resume --out {typed}"
         )
         if status["order"] == "pause":
-            line += f"\nstill paused; to undo: headwater-server unpause --out {path}"
+            line += f"\nstill paused; to undo: headwater-server unpause --out {typed}"
         return line
     word = "[bold green]up[/]" if status["is_well"] else "[bold red]up, but not responding[/]"
     beat = "" if status["is_well"] else f", last heartbeat {_ago(status['heartbeat_seconds'])}"

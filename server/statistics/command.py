@@ -7,6 +7,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import default_out
 from headwater.common.system.console import print_table, print_text
 from headwater.common.transport.tls import Credentials
+from headwater.common.wording import in_shell
 from headwater.server.run_sequence import serve_runs
 from headwater.server.statistics.advice import as_table, read_statistics
 
@@ -26,4 +27,4 @@ def measure(settings: Settings, credentials: Credentials | None) -> None:
     out = settings.out or default_out(settings)
     serve_runs(settings.model_copy(update={"out": out}), credentials, resume=False)
     print_table(as_table(read_statistics(out)))
-    print_text(f"to train with them: headwater-server --resume --out {out} --rounds N")
+    print_text(f"to train with them: headwater-server --resume --out {in_shell(out)} --rounds N")

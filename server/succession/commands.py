@@ -8,6 +8,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.common.settings.sources import load
 from headwater.common.system.console import console
+from headwater.common.wording import in_shell
 from headwater.server.operations.orders import check_run
 from headwater.server.operations.run_lock import read_server_state
 from headwater.server.succession.run_queue import last_run, queued_runs, submit
@@ -42,7 +43,8 @@ def submit_run(config: Path, folder: Path, *, is_next: bool) -> None:
     folder = submit(folder, settings, is_next=is_next)
     server, number = read_server_state(folder), len(queued_runs(folder))
     if not server.is_up:
-        when = f"no server runs; the queue goes on with: {server.command} --resume --out {folder}"
+        restart = f"{server.command} --resume --out {in_shell(folder)}"
+        when = f"no server runs; the queue goes on with: {restart}"
     elif is_next:
         when = "it begins after the current round"
     else:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import make_private_folder, write_atomically
-from headwater.common.wording import counted
+from headwater.common.wording import counted, in_shell
 from headwater.server.features import POINTER, QUEUE
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def refuse_queue(folder: Path) -> None:
         raise SettingsError(
             f"{counted(len(waiting), 'run')} in {folder / QUEUE}, which this server would not "
             "take: a run with a standby, of the Python API or of the simulator has no queue",
-            remedy=f"delete what waits there, or start headwater-server --resume --out {folder}",
+            remedy="delete what waits there, or start headwater-server --resume --out "
+            + in_shell(folder),
         )
 
 
@@ -134,7 +135,7 @@ def take_next(folder: Path, *, default_out: Path) -> Path | None:
     check_submitted(
         first.settings,
         remedy=f"put the file back; or delete {first.file} and submit the run again. Then go on "
-        f"with: headwater-server --resume --out {folder}",
+        f"with: headwater-server --resume --out {in_shell(folder)}",
     )
     out = _free_folder((first.settings.out or default_out).absolute(), other_than=folder)
     settings = first.settings.model_copy(update={"out": out})
@@ -205,7 +206,8 @@ def _pointer(folder: Path) -> tuple[Path, str] | None:
     if _before(out) != folder.absolute():
         raise StateError(
             f"{path} leads to {out}, and no run there followed the one in {folder}",
-            remedy=f"delete it; or, if that run is yours, go on with --resume --out {out}",
+            remedy="delete it; or, if that run is yours, go on with --resume --out "
+            + in_shell(out),
         )
     return out, taken
 

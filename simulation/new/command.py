@@ -14,7 +14,7 @@ from headwater.common.errors import SettingsError
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.system.console import console, print_text
 from headwater.common.user_code.bundled_examples import EXAMPLES, HOME
-from headwater.common.wording import counted
+from headwater.common.wording import counted, in_shell
 from headwater.simulation.new import made_up
 from headwater.simulation.new.columns import DIGITS, Table, read_rows, table_of
 
@@ -271,13 +271,13 @@ def _assignment(name: str, value: Any, own: str) -> str:
 
 
 def _try_it(kind: Kind, folder: Path) -> str:
-    data = f"'{folder / DEVICES}/*{kind.suffix}'"
-    return f"headwater simulate --task {folder / TASK}:{kind.name} --data {data} {OPTIMIZER}"
+    data, place = in_shell(f"{folder / DEVICES}/*{kind.suffix}"), in_shell(folder / TASK)
+    return f"headwater simulate --task {place}:{kind.name} --data {data} {OPTIMIZER}"
 
 
 def _readme_text(kind: Kind, folder: Path) -> str:
-    place, data = folder / TASK, folder / DEVICES
-    first = f"{data / 'device1'}{kind.suffix}"
+    place = in_shell(folder / TASK)
+    first = in_shell(f"{folder / DEVICES / 'device1'}{kind.suffix}")
     return f"""# {folder.name}
 
 `{TASK}` says what is trained: the model, the examples and the loss. Each device has

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from headwater.common.data.batches import SubsetView, batch_of
+from headwater.common.data.batches import SubsetView, batch_of, dataset_tensors
 from headwater.common.task import Examples
 from tests.tasks import TwoLayers
 
@@ -43,12 +44,34 @@ def test_a_subset_view_fetches_as_the_whole_data_set_does(whole: Examples) -> No
     assert len(rows) == 3
 
 
-def test_a_batch_of_a_tensor_data_set_is_indexed_at_once() -> None:
-    class NotOneByOne(TensorDataset):
-        def __getitem__(self, position: Any) -> Any:
-            raise AssertionError("an example was fetched alone")
+class Scaled(TensorDataset):
+    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+        first, second = super().__getitem__(position)
+        return first / 10, second
 
-    whole = NotOneByOne(torch.arange(24), torch.arange(24) * 10)
+
+class ScaledTogether(TensorDataset):
+    def __getitems__(self, positions: list[int]) -> list[Any]:
+        return [(self.tensors[0][at] / 10, self.tensors[1][at]) for at in positions]
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledTogether])
+def test_what_a_tensor_data_set_does_as_it_reads_is_done(kind: type[TensorDataset]) -> None:
+    """As torch's own loader does, in a view, too."""
+    whole = kind(torch.arange(24.0), torch.arange(24))
+    expected = next(iter(DataLoader(whole, batch_size=24)))
+    for rows in (whole, SubsetView(whole, np.arange(24))):
+        assert dataset_tensors(TwoLayers(), rows) is None
+        found = batch_of(TwoLayers(), rows, range(24))
+        assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+
+
+def test_a_batch_of_a_tensor_data_set_is_indexed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(*_: Any) -> None:
+        raise AssertionError("an example was fetched alone")
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", alone)
+    whole = TensorDataset(torch.arange(24), torch.arange(24) * 10)
     rows = SubsetView(SubsetView(whole, np.arange(23, -1, -1)), np.array([4, 2, 0]))
     first, second = batch_of(TwoLayers(), rows, (2, 1))
     assert first.tolist() == [23, 21]
