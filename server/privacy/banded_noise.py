@@ -99,6 +99,15 @@ class BandedNoise:
         self._scale_bits, self._sigma = bits, sigma
         return bits
 
+    def awaited(self, *, seed: int, needed: int) -> Callable[[str], bool] | None:
+        """Return which devices a round waits for: new ones, and those that may be in its sum.
+
+        None if too few of those that were in a sum may: ``due`` says why.
+        """
+        known = self.record.times
+        may = set(self.record.due(known, bands=self.bands, most=self._most, seed=seed))
+        return None if len(may) < needed else lambda name: name in may or name not in known
+
     def due(self, names: Collection[str], *, seed: int, needed: int) -> list[str]:
         """Return the devices that may be in the next sum, in turn; ``needed`` must be.
 

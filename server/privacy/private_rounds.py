@@ -57,6 +57,9 @@ class PrivateRounds(RunFeature):
     def restore(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.privacy.clip = self.privacy.clip.restored(row)
 
+    def awaited(self) -> Callable[[str], bool] | None:
+        return self.privacy.awaited()
+
     def turns(self, names: Collection[str]) -> Sequence[str] | None:
         return self.privacy.due(names)
 

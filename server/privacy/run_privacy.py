@@ -147,6 +147,13 @@ class RunPrivacy:
             random=self._random,
         )
 
+    def awaited(self) -> Callable[[str], bool] | None:
+        """Return which devices a round waits for; None: any."""
+        if self._banded is None:
+            return None
+        needed = self._settings.cohort.min_clients
+        return self._banded.awaited(seed=self._settings.seed, needed=needed)
+
     def due(self, names: Collection[str]) -> Sequence[str] | None:
         """Return the devices that may be in the next round, in the order of their turns.
 

@@ -126,6 +126,10 @@ class RunFeature(PlanningMoments):
 
     # A round, in this order.
 
+    def awaited(self) -> Callable[[str], bool] | None:
+        """Return which clients count among those that a round waits for; None: all."""
+        return None
+
     def turns(self, names: Collection[str]) -> Sequence[str] | None:
         """Return the clients that may be in the next round, in order; None: all, in any order."""
         return None

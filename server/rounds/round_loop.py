@@ -389,10 +389,13 @@ def _client_seconds(
 def connected_clients(training: Training, fleet: Fleet) -> ConnectedClients:
     """Wait until enough clients of the run are connected; return all of them that are."""
     planner = training.planner
+    counts = planner.counts(round_number=training.round + 1)
+    asked = (feature.awaited() for feature in training.features.values())
+    awaited = [one for one in asked if one is not None]
     clients = fleet.describe(
         planner.describe_request(),
         min_clients=training.settings.num_clients_needed,
-        counts=planner.counts(round_number=training.round + 1),
+        counts=lambda report: counts(report) and all(one(report.name) for one in awaited),
     )
     return planner.admitted(clients)
 

@@ -46,7 +46,7 @@ def test_a_subset_view_fetches_as_the_whole_data_set_does(whole: Examples) -> No
 
 class Scaled(TensorDataset):
     def __getitem__(self, position: int) -> tuple[Tensor, ...]:
-        first, second = super().__getitem__(position)
+        first, second = super().__getitem__(position)  # type: ignore[no-untyped-call]
         return first / 10, second
 
 

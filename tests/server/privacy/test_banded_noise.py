@@ -118,6 +118,15 @@ def test_a_fleet_that_is_too_small_for_its_bands_is_told_so() -> None:
         privacy.due(FLEET[:2])
 
 
+def test_a_round_waits_for_devices_that_are_away_if_it_is_their_turn() -> None:
+    privacy = opened(None, stream())
+    assert privacy.awaited() is None, "no device has had a turn"
+    due, *_ = [names for names, _ in turns(privacy, 1, 4)]
+    counts = privacy.awaited()
+    assert counts is not None
+    assert {name for name in (*FLEET, "new") if counts(name)} == {*due, "new"}
+
+
 def test_a_resumed_run_goes_on_with_the_same_stream_of_noise(tmp_path: Path) -> None:
     whole = turns(opened(None, stream()), 1, 9)
     random = stream()
