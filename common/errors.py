@@ -61,6 +61,10 @@ def _is_full(folder: str) -> bool:
         return False
 
 
+OTHER_DTYPE = ("must have the same dtype", "expected scalar type", "Found dtype Double")
+"""Torch's words of numbers that are no float32, or of classes that are no int64."""
+
+
 class HeadwaterError(Exception):
     """An error with a code, a message and a remedy."""
 
@@ -229,6 +233,14 @@ class UnsupportedModel(TaskError):
 class TaskFailed(TaskError):
     """The task's own code raised an exception; on examples, on every one that was tried."""
     remedy = "try the task on its data alone with `headwater-client check`"
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        """Take the remedy as given, or what helps against torch's words of unlike dtypes."""
+        super().__init__(message, remedy=remedy)
+        if remedy is None and any(one in message for one in OTHER_DTYPE):
+            self.remedy = (
+                "give numbers as float32 (tensor.float()), and classes as int64 (tensor.long())"
+            )
 class NoFiniteExample(TaskError):
     """Every example that was looked at has a loss or gradient of NaN or infinity."""
     remedy = "look for NaN in the data: empty cells of a CSV file, divisions by zero, logarithms"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.errors import SettingsError
+from headwater.common.errors import SettingsError, StateError
 from headwater.server.operations.round_log import ROUNDS, read_rows
 from headwater.server.rounds.round_row import ClientRow, MaskedClientRow, column_of
 
@@ -43,15 +43,24 @@ def load_rounds(folder: str | os.PathLike[str]) -> RoundRecords:
 
     Raises:
         SettingsError: the folder holds no rounds.
-        StateError: the clients' figures of a large round cannot be read.
+        StateError: the file cannot be read, or the clients' figures of a large round; or a line is
+            one that no run has written.
     """
     path = Path(folder)
-    rows = read_rows(path)
+    try:
+        rows = read_rows(path)
+        figures = [_numbers(row) for row in rows]
+    except OSError as error:
+        raise StateError(f"{path / ROUNDS} cannot be read: {error.strerror}") from error
+    except (AttributeError, KeyError) as error:
+        raise StateError(
+            f"{path / ROUNDS} has a line that no run has written: {error!r}",
+            remedy="restore it from a backup, or take the line out",
+        ) from error
     if not rows:
         raise SettingsError(
             f"{path / ROUNDS} holds no rounds", remedy="name a run's folder, its --out"
         )
-    figures = [_numbers(row) for row in rows]
     names = dict.fromkeys(name for one in figures for name in one)
     return RoundRecords(
         rounds={name: _column([one.get(name) for one in figures]) for name in names},

@@ -32,6 +32,7 @@ from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
 from headwater.common.parsed_text import json_of
+from headwater.common.system.atomic_file import regular
 from headwater.common.task import Task, built_model, load_task
 from headwater.common.user_code.bundled_examples import expanded
 from headwater.common.user_code.named_objects import part_of
@@ -250,7 +251,7 @@ def read_record(file: Path) -> ModelRecord:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular(file), framework="pt") as opened:
             yield opened
     except FileNotFoundError as error:
         raise SettingsError(

@@ -1,9 +1,14 @@
-"""Writes files atomically: whatever fails, a file has all of its old or all of its new content."""
+"""Writes files atomically: whatever fails, a file has all of its old or all of its new content.
+
+And says of one that somebody sent whether it is a file at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +17,17 @@ READABLE = 0o644
 PRIVATE = 0o700  # of a folder
 OTHERS = 0o077  # the mode bits of all but the owner
 NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither this nor owners' mode bits
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a file that ends: a FIFO would wait for its writer, a device has no end.
+
+    Raises:
+        OSError: it is one of these, or there is no file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path
 
 
 def keep_private() -> int:

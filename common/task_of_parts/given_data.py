@@ -92,6 +92,28 @@ def data_set_of(given: Any, name: str) -> Any:
     return given
 
 
+def are_columns(given: Sequence[Any]) -> bool:
+    """Return whether each is arrays of as many rows, as in (X, y), as a client's may be."""
+    return all(
+        isinstance(one, list | tuple)
+        and len(one) > 1
+        and all(isinstance(column, Tensor | np.ndarray) and column.ndim for column in one)
+        and len({len(column) for column in one}) == 1
+        for one in given
+    )
+
+
+def are_clients_columns(given: Any) -> bool:
+    """Return whether a list is of each client's arrays: as examples they would not stack."""
+    is_list = isinstance(given, list | tuple) and len(given) > 1
+    return is_list and are_columns(given) and len({len(one[0]) for one in given}) > 1
+
+
+CLIENTS_COLUMNS = (
+    "if each is a client's, [TensorDataset(X, y) for X, y in pairs]; if each is an example, "
+)
+
+
 def _of_columns(columns: Sequence[Tensor | np.ndarray], name: str) -> TensorDataset:
     lengths = [len(one) for one in columns]
     if len(columns) < 2 or len({*lengths}) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ from torch.utils.data import Subset
 
 from headwater.common.errors import TaskError, remedy_in_traceback
 from headwater.common.task import Examples
-from headwater.common.task_of_parts.given_data import DataOfClients, data_set_of
+from headwater.common.task_of_parts.given_data import (
+    CLIENTS_COLUMNS,
+    DataOfClients,
+    are_clients_columns,
+    are_columns,
+    data_set_of,
+)
 from headwater.common.task_of_parts.losses import WEIGHT_UNIT, summed_loss
 from headwater.common.task_of_parts.metrics import Asked, metrics_of
 
@@ -65,6 +71,11 @@ class TaskOfParts:
                 f"model is a {type(model).__name__}",
                 remedy="give a function that builds it, as in model=lambda: nn.Linear(4, 1)",
             )
+        if collate is None and are_clients_columns(examples):
+            raise TaskError(
+                f"examples are {len(examples)} pairs of arrays of unlike lengths",
+                remedy=CLIENTS_COLUMNS + "pad them to one length, or give collate=",
+            )
         self._model, self._examples = model, data_set_of(examples, "examples")
         self._loss = summed_loss(loss)
         self._metrics = metrics_of(metrics, self._loss)
@@ -98,13 +109,18 @@ class TaskOfParts:
             return opened.of(part, num_parts)
         if num_parts == 1:
             return opened
+        if isinstance(opened, list | tuple) and len(opened) <= num_parts and are_columns(opened):
+            raise TaskError(
+                f"examples are {len(opened)} pairs of arrays, and there are {num_parts} clients",
+                remedy=CLIENTS_COLUMNS + "set clients= to fewer",
+            )
         dealt = torch.randperm(len(opened), generator=torch.Generator().manual_seed(SPLIT_SEED))
         own: Examples = Subset(opened, dealt[part::num_parts].tolist())  # type: ignore[arg-type]
         return own
 
     def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return the summed loss, its weight and the metrics' sums."""
-        *inputs, targets = batch
+        *inputs, targets = _row_of(batch)
         outputs = model(*inputs)
         loss, weight = self._loss.of(outputs, targets)
         with torch.no_grad():
@@ -120,7 +136,7 @@ class TaskOfParts:
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs; of a loss of classes the class of the largest."""
-        *inputs, _ = batch
+        *inputs, _ = _row_of(batch)
         outputs = model(*inputs)
         return outputs.argmax(1) if self._loss.is_of_classes else outputs
 
@@ -137,7 +153,22 @@ class TaskOfParts:
             return self._max_weight
         if not isinstance(self._examples, Examples) or not len(self._examples):
             return self._loss.max_weight(None)
-        return self._loss.max_weight(self._examples[0][-1])
+        return self._loss.max_weight(_row_of(self._examples[0])[-1])
+
+
+def _row_of(example: Any) -> Sequence[Any]:
+    """Return an example, or a batch, that is (input, target) or (input, ..., target).
+
+    Raises:
+        TaskError: it is none.
+    """
+    if not isinstance(example, list | tuple) or len(example) < 2:
+        raise TaskError(
+            f"an example is a {type(example).__name__}, and should be (input, target) or "
+            "(input, ..., target): the model takes all but the last",
+            remedy="let the data set return pairs, or write a task as a class (docs/task.md)",
+        )
+    return example
 
 
 def _copied(model: nn.Module) -> nn.Module:

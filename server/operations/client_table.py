@@ -25,6 +25,7 @@ from safetensors.numpy import load, save
 
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
+from headwater.common.system.atomic_file import regular
 from headwater.server.rounds.round_row import Figure
 
 LEVEL = 1  # of zlib: higher ones take several times as long and save a tenth
@@ -131,7 +132,7 @@ def stored_table(file: Path, place: Mapping[str, int]) -> ClientTable:
     def read() -> Contents:
         at, length = place["at"], place["num_bytes"]
         try:
-            with file.open("rb") as tables:
+            with regular(file).open("rb") as tables:
                 if at + length > file.stat().st_size:
                     raise ValueError(f"it has no table of {length:,} B at {at:,}")
                 tables.seek(at)

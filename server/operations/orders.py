@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.parsed_text import json_of
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import regular, write_atomically
 from headwater.common.system.console import console
 from headwater.common.wording import in_shell
 from headwater.server.operations import run_history, run_lock
@@ -94,7 +94,7 @@ def read_order(folder: Path) -> Order | None:
     """
     path = folder / FILE
     try:
-        fields = json_of(path.read_text(encoding="utf-8"))
+        fields = json_of(regular(path).read_text(encoding="utf-8"))
         verb, at = fields["verb"], float(fields["at"])
     except FileNotFoundError:
         return None

@@ -18,7 +18,7 @@ from torch import nn
 from headwater.common.errors import RunFolderGone, StateError
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
-from headwater.common.system.atomic_file import make_private_folder, write_atomically
+from headwater.common.system.atomic_file import make_private_folder, regular, write_atomically
 from headwater.server.operations.curves import curves
 from headwater.server.operations.log_limits import (
     RowsFile,
@@ -305,7 +305,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
+    with regular(path).open("rb") as lines:
         for line in lines:
             try:
                 row = json_of(line)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import json_of
-from headwater.common.system.atomic_file import write_atomically
+from headwater.common.system.atomic_file import regular, write_atomically
 from headwater.common.system.json_logs import to_json_value
 from headwater.server.transport.device_records import COLUMNS, DeviceRecord, DeviceRecords
 
@@ -177,7 +177,7 @@ def read(folder: Path) -> HistorySnapshot:
         if not (path := folder / STATE).exists():
             return _of_sqlite(folder / SQLITE)
         return HistorySnapshot(
-            state=dict(json_of(path.read_bytes())),
+            state=dict(json_of(regular(path).read_bytes())),
             devices=_devices(folder),
             events=[*deque(events(folder), MAX_SHOWN_EVENTS)][::-1],
         )
@@ -194,7 +194,7 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 
 def _devices(folder: Path) -> list[DeviceRecord]:
     if (folder / DEVICES).exists():
-        return [_record(fields) for fields in json_of((folder / DEVICES).read_bytes())]
+        return [_record(fields) for fields in json_of(regular(folder / DEVICES).read_bytes())]
     return _of_sqlite(folder / SQLITE).devices
 
 
@@ -206,7 +206,7 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield all events, oldest first; a line that a full disk or a crash cut off is skipped."""
     if not (folder / EVENTS).exists():
         return
-    with (folder / EVENTS).open("rb") as lines:
+    with regular(folder / EVENTS).open("rb") as lines:
         for line in lines:
             try:
                 event = json_of(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 import headwater
 from headwater.common.errors import CheckpointCorrupt, SettingsError, StateError
+from headwater.common.model.trained_model import read_model
 from headwater.common.settings.sources import load_run
 from headwater.server.operations.run_lock import FILE, RunLock
+from headwater.server.report.period_summary import summary
 from headwater.server.standby.shared_files import SharedFiles
 from headwater.server.standby.shared_folder import FILES, SharedFolder
 from headwater.server.standby.term_record import TermRecord
@@ -42,6 +45,29 @@ def test_a_run_whose_folder_has_a_link_is_not_resumed(run: Path, name: str) -> N
     with pytest.raises(SettingsError, match="is a link to"):
         headwater.simulate(Signs, clients=2, rounds=1, out=run, progress=False)
     assert (run.parent / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "no end"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(run: Path, kind: str) -> None:
+    for name in ("rounds.jsonl", "model.safetensors"):
+        (run / name).unlink()
+        if kind == "a FIFO":
+            os.mkfifo(run / name)
+        else:
+            (run / name).symlink_to("/dev/zero")
+    with pytest.raises(StateError, match="no regular file"):
+        headwater.load_rounds(run)
+    with pytest.raises(StateError, match="no regular file"):
+        summary(run, seconds=60)
+    with pytest.raises(SettingsError, match="no regular file"):
+        read_model(run / "model.safetensors")
+
+
+def test_a_row_that_no_run_has_written_is_named(run: Path) -> None:
+    row = json.loads((run / "rounds.jsonl").read_text())
+    (run / "rounds.jsonl").write_text(json.dumps({**row, "metrics": [1]}) + "\n")
+    with pytest.raises(StateError, match="a line that no run has written"):
+        headwater.load_rounds(run)
 
 
 def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:

@@ -217,6 +217,18 @@ def test_a_metric_of_the_user_s_own_is_a_sum() -> None:
     assert sums == {"threes": float((targets == 3).sum())}
 
 
+def arrays(number: int) -> tuple[Tensor, Tensor]:
+    return numbers(number, 6), labels(number)
+
+
+def test_sequences_are_examples_where_there_are_more_of_them_than_clients() -> None:
+    data = [(numbers(TOKENS, 6), numbers(TOKENS, 1)) for _ in range(N)]
+    run = headwater.simulate(
+        model=lambda: nn.Linear(6, 1), examples=data, loss=nn.MSELoss(), clients=3, rounds=1
+    )
+    assert run.history[0].num_examples == N
+
+
 CLASSES_OF_ALL = TensorDataset(numbers(N, 6), labels(N))
 
 
@@ -228,6 +240,9 @@ CLASSES_OF_ALL = TensorDataset(numbers(N, 6), labels(N))
         ({"metrics": "r2"}, "there is accuracy"),
         ({"model": 3}, "model is a int"),
         ({"examples": 3}, "examples is a int"),
+        ({"examples": [arrays(3), arrays(9)]}, "2 pairs of arrays of unlike lengths"),
+        ({"examples": [arrays(4), arrays(4)]}, "2 pairs of arrays, and there are 3 clients"),
+        ({"examples": [{"x": numbers(6), "y": 1}] * N}, "an example is a dict"),
         ({"loss": None}, "nor loss"),
         ({"task": "my_task.py:Mine"}, "beside it"),
     ],
