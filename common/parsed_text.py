@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.common.system.atomic_file import regular
 
 MAX_DEPTH = 100
 MAX_SECONDS = 10 * 365 * 86_400.0
@@ -40,7 +39,7 @@ def result_in(file: Path, *, absent: StateError) -> dict[str, Any]:
         StateError: it cannot be read; or ``absent``, if there is no such file.
     """
     try:
-        found: dict[str, Any] = json_of(regular(file).read_bytes())
+        found: dict[str, Any] = json_of(file.read_bytes())
     except FileNotFoundError:
         raise absent from None
     except (OSError, ValueError) as error:

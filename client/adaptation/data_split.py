@@ -17,6 +17,7 @@ from headwater.common.errors import SettingsError, TooFewExamples
 from headwater.common.model.trained_model import ModelRecord
 from headwater.common.settings.schema import EvaluationSettings
 from headwater.common.task import Examples, Task
+from headwater.common.wording import counted
 
 OWN_SHARE = 0.2
 """Of the examples to test on, where the run held out none."""
@@ -61,7 +62,8 @@ class DataSplit:
         num_rest = len(self.train) + len(self.stop)
         if len(self.held_out) < MIN_HELD_OUT or num_rest < MIN_REST or not self.train:
             raise TooFewExamples(
-                f"{name}: {num_rest:,} examples to train on and {len(self.held_out):,} to test on; "
+                f"{name}: {counted(num_rest, 'example')} to train on and "
+                f"{len(self.held_out):,} to test on; "
                 f"expected at least {MIN_REST} and {MIN_HELD_OUT}"
             )
 

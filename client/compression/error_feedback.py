@@ -30,9 +30,10 @@ signed roster, and each member checks its share of the sum with it
 of what is opened.
 
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
-layout, if the run went on without compression in between, or if the server went back to a
-checkpoint before both. Another method, fraction or rank takes the residual over; another run begins
-without one. With parameters that stay on the device only the shared vector has a residual.
+layout, if a later round counted without it (compression was off, or the state folder was put back
+from a backup), or if the server went back to a checkpoint before both. Another method, fraction or
+rank takes the residual over; another run begins without one.
+With parameters that stay on the device only the shared vector has a residual.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class ErrorFeedback:
         if not stored or counted is None:
             return None
         if stored[-1].round < counted:
-            self._drop(stored, "the run went on without compression")
+            self._drop(stored, "a later round counted, without compression or after a backup")
             return None
         until = [one for one in stored if one.round <= counted]
         if until:

@@ -100,6 +100,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: dict[str, Any] = {}
+        self._has_failed = False
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, Any]:
@@ -158,9 +159,11 @@ class StateFile:
             make_private_folder(self.path.parent)
             write_atomically(self.path, json.dumps(entries).encode(), mode=OWNER_ONLY)
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.path, error.strerror)
+            if not self._has_failed:  # each round tries again
+                log.warning("%s cannot be written: %s", self.path, error.strerror)
+            self._has_failed = True
             raise StateError(f"the device cannot write its state file: {error.strerror}") from error
-        self._written = dict(entries)
+        self._written, self._has_failed = dict(entries), False
 
 
 def offline_name(name: str, run_id: int) -> str:

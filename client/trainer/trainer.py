@@ -349,6 +349,12 @@ class Trainer:
             HeadwaterError: see ``headwater.client.training.round.carry_out``.
         """
         self.progress.begin(plan)
+        if not plan.hides_data and not sampler.knows(plan.counted_round):
+            log.warning(
+                "%s: round %s counted, and this device's state does not know of it (it is new, or "
+                "from a backup): examples may be summed again in the same epoch",
+                *(identity.name, plan.counted_round),
+            )
         sampler = sampler.settle(plan.counted_round, after_round=plan.after_round)
         local = self.load_local(identity, plan, store)
         try:

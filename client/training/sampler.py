@@ -122,7 +122,7 @@ class SamplerState:
         It is, too, after those of a round before one that counted: the server then goes on from an
         older checkpoint.
         """
-        if counted_round in (None, self.pending_round):
+        if counted_round in (None, self.pending_round, self.earlier_round):
             return True
         return self.settled_round is not None and counted_round <= self.settled_round
 

@@ -160,7 +160,7 @@ def read_tree(file: Path) -> dict[str, Any]:
         SettingsError: the file is missing or not TOML.
     """
     try:
-        return toml_of(file.read_text(encoding="utf-8"))
+        return toml_of(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Requests to stop the process: SIGTERM and Ctrl-C, and Ctrl-Break on Windows.
+"""Requests to stop the process: SIGTERM, Ctrl-C and a closed terminal, and Ctrl-Break on Windows.
 
 A signal within a second of a request repeats it: ``timeout`` sends two, one to the process and one
 to its group, and a terminal or a service manager may add its own. The second one used to interrupt
@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 1.0
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+    if hasattr(signal, name)
 )
 STOPPED_STATUS = 130
 before_end: list[Callable[[], object]] = []

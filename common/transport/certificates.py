@@ -94,7 +94,8 @@ def check_name(name: str) -> None:
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > MAX_COMMON_NAME:
         raise SettingsError(
             f"{name[:80]!r} is not a valid client name",
-            remedy=f"use at most {MAX_COMMON_NAME} letters, digits, dots, dashes and underscores",
+            remedy=f"use at most {MAX_COMMON_NAME} letters a-z and A-Z, digits, dots, dashes "
+            "and underscores",
         )
     if name in RESERVED_NAMES or name.endswith("-key"):
         raise SettingsError(
@@ -146,7 +147,8 @@ def check_dates(certificate: x509.Certificate, what: object) -> None:
     if certificate.not_valid_after_utc < now:
         raise CertificateProblem(
             f"{what} expired on {certificate.not_valid_after_utc:%Y-%m-%d}, and this machine's "
-            f"clock says {now:%Y-%m-%d}"
+            f"clock says {now:%Y-%m-%d}",
+            remedy=f"set the clock, if it is wrong; otherwise {CertificateProblem.remedy}",
         )
     if now < certificate.not_valid_before_utc:
         raise CertificateProblem(

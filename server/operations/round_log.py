@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from headwater.common.errors import RunFolderGone, StateError
+from headwater.common.errors import RunFolderGone, StateError, system_remedy
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import make_private_folder, regular, write_atomically
@@ -86,7 +86,8 @@ class RoundLog(Observer):
             self._file = RowsFile(folder / ROUNDS, is_bounded=is_bounded)
         except OSError as error:
             raise StateError(
-                f"cannot write {folder / ROUNDS}: {error.strerror}", remedy="choose another --out"
+                f"cannot write {folder / ROUNDS}: {error.strerror}",
+                remedy=system_remedy(str(error)) or "choose another --out",
             ) from error
         self._folder, self._task = folder, settings.task
         self._has_tables = settings.standby.shared_state is None  # a standby gets the lines alone

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.common.errors import SettingsError, StateError
+from headwater.common.errors import SettingsError, StateError, system_remedy
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import OWNER_ONLY, make_private_folder
 from headwater.common.system.file_lock import try_lock
@@ -132,7 +132,8 @@ def _opened(path: Path) -> int:
         return os.open(path, flags, OWNER_ONLY)
     except OSError as error:
         raise StateError(
-            f"cannot write {path}: {error.strerror}", remedy="choose another --out"
+            f"cannot write {path}: {error.strerror}",
+            remedy=system_remedy(str(error)) or "choose another --out",
         ) from error
 
 

@@ -263,7 +263,9 @@ def run_spawned(connection: PipeEnd, path: Path) -> None:
 
 
 def _run(connection: PipeEnd, descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the simulator ends this process
+    for name in ("SIGINT", "SIGHUP"):  # the simulator gets them, too, and ends this process
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.dup2(2, 1)  # what a task prints must not mix with the simulator's output
     try:
         start: LocalStart = connection.recv()

@@ -168,7 +168,7 @@ def check_sums(
     batch = batch_of(trainer.task, own, positions)
     loss, weight, metrics = loss_sum(trainer.task, trainer.image.model, batch)
     if not torch.equal(state, torch.get_rng_state()):
-        raise UnsupportedBatch("the model draws random numbers, and each device has its own")
+        raise UnsupportedBatch("the task draws random numbers, and each device has its own")
     rows = np.array(positions) + examples.add(0, own)
     trainer.accumulator.zero()
     sums = model.add(rows, None, "float32")

@@ -36,11 +36,14 @@ def repeat_never() -> None:
     stop_signals.REPEAT_SECONDS = 0.0
 
 
-def ask_to_stop(process: Process) -> None:
-    process.kill(signal.SIGTERM)
+def ask_to_stop(process: Process, by: signal.Signals = signal.SIGTERM) -> None:
+    process.kill(by)
 
 
-def test_a_client_that_is_asked_twice_at_once_sends_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP])  # the latter: a closed terminal
+def test_a_client_that_is_asked_twice_at_once_sends_what_it_has(
+    by: signal.Signals, tmp_path: Path
+) -> None:
     task = write_task(tmp_path, open_for=2)
     with Processes(tmp_path) as processes:
         server = processes.server("--rounds", 1, *WORK, "--min-clients", 1, task=task.spec)
@@ -49,9 +52,9 @@ def test_a_client_that_is_asked_twice_at_once_sends_what_it_has(tmp_path: Path) 
             port_of(server), 0, *parts, task=task.spec, prepare=repeat_for_long
         )
         task.wait_until_reached()
-        ask_to_stop(client)
+        ask_to_stop(client, by)
         client.wait_for("stopping: what is summed")
-        ask_to_stop(client)
+        ask_to_stop(client, by)
         task.open()
         for process in (client, server):
             process.succeed()

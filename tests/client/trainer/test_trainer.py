@@ -138,6 +138,18 @@ def test_the_sampler_advances_only_if_the_round_was_counted() -> None:
     assert after.place == SamplerPosition(offset=8)
 
 
+def test_a_device_that_does_not_know_of_a_counted_round_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its state folder is new, or was put back from a backup."""
+    device, own = trainer(), identity(0)
+    _, sampler = device.train(own, ThisMachine(), plan(1), SamplerState())
+    device.train(own, ThisMachine(), plan(2, counted_round=1), sampler)
+    assert "does not know of it" not in caplog.text
+    device.train(own, ThisMachine(), plan(3, counted_round=2), sampler)
+    assert "round 2 counted, and this device's state does not know of it" in caplog.text
+
+
 def test_a_client_with_only_bad_examples_is_refused_by_the_check(tmp_path: Path) -> None:
     (tmp_path / "bad_only.py").write_text(TASK_FILE)
     home = trainer(f"{tmp_path}/bad_only.py:AllBad", check_task=True)
