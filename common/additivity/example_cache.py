@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.common.data.batches import UnsupportedBatch, batch_of, dataset_tensors, split_batch
+from headwater.common.data.batches import BatchForm, UnsupportedBatch, batch_of, dataset_tensors
 from headwater.common.data.nested_values import parts_by_name, stored_tensors
 from headwater.common.example_streams import copied
 from headwater.common.task import Examples, Task
@@ -37,9 +37,10 @@ class ExampleCache:
     def batch(self, positions: Sequence[int]) -> Any:
         """Return a batch of these examples; the caller may change it."""
         if self._frozen is not None and all(p in self._rows for p in positions):
-            tensors, rebuild = split_batch(self._frozen)
+            form = BatchForm.of(self._frozen)
             index = torch.tensor([self._rows[p] for p in positions])
-            return rebuild([tensor.index_select(0, index) for tensor in tensors])
+            rows = [tensor.index_select(0, index) for tensor in form.tensors(self._frozen)]
+            return form.batch(rows)
         if self._is_plain:
             return batch_of(self._task, self.examples, positions)
         for position in positions:
@@ -60,7 +61,7 @@ class ExampleCache:
         if same(first, self.batch(positions)):
             return True
         try:
-            tensors, _ = split_batch(first)
+            tensors = BatchForm.of(first).tensors(first)
         except UnsupportedBatch:
             return False
         if any(len(tensor) != len(positions) for tensor in tensors):

@@ -6,7 +6,8 @@ batch of a plain ``TensorDataset`` is taken from its tensors by one indexing ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -93,25 +94,47 @@ class UnsupportedBatch(Exception):
     """The examples of several clients cannot be computed in one batch; the message says why."""
 
 
-def split_batch(batch: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """Return a batch's tensors, and a function that puts other tensors into the batch's form.
+@dataclass(frozen=True, slots=True)
+class BatchForm:
+    """How a task's batches hold their tensors: one alone, a list or tuple, or a dict by name."""
 
-    Raises:
-        UnsupportedBatch: it holds something else, a sparse tensor, or one without a first axis.
-    """
-    if _has_rows(batch):
-        return [batch], lambda tensors: tensors[0]
-    is_dict, is_row = type(batch) is dict, type(batch) in (list, tuple)
-    values = list(batch.values()) if is_dict else list(batch) if is_row else []
-    if not values or not all(map(_has_rows, values)):
-        raise UnsupportedBatch(
-            f"a batch of the task is {type(batch).__name__}, not rows of tensors"
-        )
-    if is_dict:
-        names = list(batch)
-        return values, lambda tensors: dict(zip(names, tensors, strict=True))
-    kind = type(batch)
-    return values, lambda tensors: kind(tensors)
+    kind: type
+    names: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(batch: Any) -> BatchForm:
+        """Return a batch's form.
+
+        Raises:
+            UnsupportedBatch: it holds something else, a sparse tensor, or one without a first axis.
+        """
+        kind = type(batch)
+        is_dict = kind is dict
+        values = list(batch.values()) if is_dict else list(batch) if kind in (list, tuple) else []
+        if _has_rows(batch):
+            return BatchForm(Tensor)
+        if not values or not all(map(_has_rows, values)):
+            raise UnsupportedBatch(f"a batch of the task is {kind.__name__}, not rows of tensors")
+        return BatchForm(kind, tuple(batch) if is_dict else ())
+
+    def tensors(self, batch: Any) -> list[Tensor]:
+        """Return the tensors of a batch of this form; those of a dict by name, in any order.
+
+        Raises:
+            UnsupportedBatch: it has another form.
+        """
+        other = BatchForm.of(batch)
+        if other.kind is not self.kind or set(other.names) != set(self.names):
+            raise UnsupportedBatch("the batches of two devices have different forms")
+        if self.kind is Tensor:
+            return [batch]
+        return [batch[name] for name in self.names] if self.names else list(batch)
+
+    def batch(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a batch of this form that holds other tensors."""
+        if self.kind is Tensor:
+            return tensors[0]
+        return dict(zip(self.names, tensors, strict=True)) if self.names else self.kind(tensors)
 
 
 def _has_rows(value: Any) -> bool:

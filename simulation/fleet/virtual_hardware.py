@@ -19,7 +19,7 @@ from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
 from headwater.client.trainer.run_trainer import run_trainer
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
-from headwater.common.data.batches import batch_of, split_batch
+from headwater.common.data.batches import BatchForm, batch_of
 from headwater.common.errors import TaskFailed
 from headwater.common.estimates.linear_fit import Line
 from headwater.common.messages import Vitals
@@ -229,12 +229,12 @@ def _activation_bytes(probe: SpeedProbe) -> float:
     positions = probe.spread()[:2]
     try:
         batches = [
-            split_batch(batch_of(probe.task, probe.examples, some))[0]
-            for some in (positions[:1], positions)
+            batch_of(probe.task, probe.examples, some) for some in (positions[:1], positions)
         ]
+        tensors = [one for batch in batches for one in BatchForm.of(batch).tensors(batch)]
     except Exception:  # no rows of tensors, or an example that cannot be read: it is passed over
         return probe.activation_bytes()
-    shapes = tuple((tensor.shape, tensor.dtype) for batch in batches for tensor in batch)
+    shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
     key = (id(probe.task), id(probe.image), shapes)
     counted = _activation_bytes_of_shapes()
     if key not in counted:

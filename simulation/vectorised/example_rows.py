@@ -6,7 +6,7 @@ dropped and fetched again when they are needed, so memory stays bounded for any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.client.trainer.client_examples import MAX_OPEN_DATASETS
-from headwater.common.data.batches import UnsupportedBatch, batch_of, split_batch
+from headwater.common.data.batches import BatchForm, UnsupportedBatch, batch_of
 from headwater.common.task import Examples, Task
 
 Rows = NDArray[np.int64]
@@ -37,7 +37,7 @@ class ExampleRows:
         """The row of each device's first example; its example number i is i rows further."""
         self._columns: list[Tensor] = []
         self._num_rows = 0
-        self._rebuild: Callable[[Sequence[Tensor]], Any] | None = None
+        self._form: BatchForm | None = None
 
     def make_room(self, parts: Sequence[int]) -> None:
         """Drop all rows if a limit is exceeded and some device of ``parts`` has no rows yet."""
@@ -60,12 +60,13 @@ class ExampleRows:
                 other shapes than those of another device.
         """
         batch = batch_of(self._task, examples, range(len(examples)))
-        rows, rebuild = split_batch(batch)
+        form = self._form or BatchForm.of(batch)
+        rows = form.tensors(batch)
         if any(len(row) != len(examples) for row in rows):
             raise UnsupportedBatch("a batch of the task is not one row of tensors for each example")
-        if self._rebuild is None:
-            self._check_rows(examples, rows)
-            self._rebuild = rebuild
+        if self._form is None:
+            self._check_rows(examples, rows, form)
+            self._form = form
             self._columns = [row[:0].clone() for row in rows]
         if [_kind(row) for row in rows] != [_kind(column) for column in self._columns]:
             raise UnsupportedBatch("the examples of two devices are of different shapes")
@@ -81,24 +82,23 @@ class ExampleRows:
         self.starts[part] = start
         return start
 
-    def _check_rows(self, examples: Examples, rows: Sequence[Tensor]) -> None:
+    def _check_rows(self, examples: Examples, rows: Sequence[Tensor], form: BatchForm) -> None:
         """Check that the last example alone has the same row: no padding to the longest."""
         last = len(examples) - 1
-        alone, _ = split_batch(batch_of(self._task, examples, (last,)))
+        alone = form.tensors(batch_of(self._task, examples, (last,)))
         same = [_kind(one) == _kind(row) for one, row in zip(alone, rows, strict=True)]
         if not all(same) or not all(
             torch.equal(one[0], row[last]) for one, row in zip(alone, rows, strict=True)
         ):
             raise UnsupportedBatch("an example looks different alone than it does in a batch")
 
-    def take(self, rows: Rows, *, as_views: bool = False) -> list[Tensor]:
-        """Return the tensors of these rows [*rows.shape, ...].
+    def take(self, rows: Rows) -> list[Tensor]:
+        """Return the tensors of these rows [*rows.shape, ...], as copies: a loss may change them.
 
-        ``as_views`` allows tensors that share the rows' memory: for a user that does not change
-        them, and for rows [N] that follow one another.
+        Of rows [N] that follow one another a copy is quicker.
         """
-        if as_views and rows[-1] - rows[0] == len(rows) - 1 and bool(np.all(rows[1:] > rows[:-1])):
-            return [column[int(rows[0]) : int(rows[-1]) + 1] for column in self._columns]
+        if rows.ndim == 1 and len(rows) and bool(np.all(np.diff(rows) == 1)):
+            return [column[int(rows[0]) : int(rows[-1]) + 1].clone() for column in self._columns]
         index = torch.from_numpy(rows.ravel())
         return [
             column.index_select(0, index).view(*rows.shape, *column.shape[1:])
@@ -107,8 +107,8 @@ class ExampleRows:
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
         """Return tensors in the form in which the task collates its batches."""
-        assert self._rebuild is not None  # something was taken
-        return self._rebuild(tensors)
+        assert self._form is not None  # something was taken
+        return self._form.batch(tensors)
 
 
 def _kind(rows: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -62,7 +62,6 @@ class PerExampleModel:
         self._task = task
         self._loss_sum = LossSum(task, image.model)
         self._weight_each = 0.0
-        self._keeps_inputs = False
         self.takes_batches = False
         """Whether ``add`` runs the task on a batch of all examples, see ``compare_batches``."""
 
@@ -75,14 +74,12 @@ class PerExampleModel:
         if len(rows) < 2 or np.ptp(losses) <= MIN_DIFFERENCE * np.abs(losses).max():
             return
         tensors = self._examples.take(rows)
-        versions = [tensor._version for tensor in tensors]
         try:
             with torch.no_grad():
                 _, found = self._of_batch(tensors, None, "float32")
         except UnsupportedBatch as reason:
             log.info("examples are passed by vmap: %s", reason)
             return
-        self._keeps_inputs = versions == [tensor._version for tensor in tensors]
         self.takes_batches = _are_close(found, expected)
 
     def add(self, rows: Rows, factors: Floats | None, precision: str) -> ExampleSums:
@@ -92,7 +89,7 @@ class PerExampleModel:
         """
         self._image.model.train()
         if self.takes_batches:
-            tensors = self._examples.take(rows, as_views=self._keeps_inputs)
+            tensors = self._examples.take(rows)
             try:
                 total, sums = self._of_batch(tensors, factors, precision)
             except UnsupportedBatch as reason:  # on other examples than the first

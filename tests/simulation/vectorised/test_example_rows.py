@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch.utils.data import TensorDataset
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from headwater.common.data.batches import UnsupportedBatch
 from headwater.simulation.vectorised.example_rows import ExampleRows
 from tests.tasks import TwoLayers, examples
 
@@ -35,3 +41,27 @@ def test_rows_of_too_many_bytes_are_dropped() -> None:
     rows.add(0, examples(50, seed=0))
     rows.make_room((1,))
     assert not rows.starts
+
+
+class Named(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = ["inputs", "targets", "kinds"]
+
+    def collate(self, given: list[Any]) -> dict[str, Tensor]:
+        found = dict(zip(("inputs", "targets", "kinds"), default_collate(given), strict=True))
+        return {name: found[name] for name in self.names}
+
+
+def test_tensors_of_a_dict_are_taken_by_name_on_each_device() -> None:
+    task, data = Named(), examples(3, seed=1)
+    rows = ExampleRows(task)
+    rows.add(0, examples(3))
+    task.names.reverse()
+    start = rows.add(1, data)
+    batch = rows.batch(rows.take(np.arange(start, start + 3)))
+    for name, expected in zip(("inputs", "targets", "kinds"), data.tensors, strict=True):
+        assert torch.equal(batch[name], expected)
+    task.names.pop()
+    with pytest.raises(UnsupportedBatch, match="different forms"):
+        rows.add(2, examples(3))
