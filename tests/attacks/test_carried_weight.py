@@ -45,6 +45,7 @@ def masked_round(devices: list[Device], number: int) -> Played:
     return play(devices, setup)
 
 
+@pytest.mark.slow
 def test_a_device_of_many_rounds_refuses_to_be_most_of_a_sum_with_new_ones() -> None:
     fleet: list[Device] = [AppDevice(part) for part in range(8)]
     for number in range(1, NUM_ROUNDS):

@@ -250,6 +250,7 @@ def test_a_run_is_not_stored_in_itself(share: str, out: str, tmp_path: Path) -> 
         opened(chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_process_of_its_own")
 def test_a_device_sends_nothing_in_clear_in_a_run_that_had_masks(tmp_path: Path) -> None:
     """Whoever may write a run's settings could take the masks off at a takeover.

@@ -320,6 +320,7 @@ def test_masked_devices_without_held_out_examples_are_refused_by_name(
         result_of(tmp_path, runs / "late", test_fraction=0.01, **MASKED)
 
 
+@pytest.mark.slow
 def test_a_masked_device_tests_on_at_least_as_many_examples_as_its_owner_masks(
     tmp_path: Path, runs: Path
 ) -> None:

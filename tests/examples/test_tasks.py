@@ -103,6 +103,7 @@ def test_the_task_is_additive_on_data_of_its_owner(kind: str, tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 def test_the_loss_falls_in_the_simulator(kind: str, tmp_path: Path) -> None:
     rows: list[RoundRow] = []

@@ -88,6 +88,7 @@ def point_of(algorithm: str, rounds: int, **more: Any) -> float:
     return float(vector(run.model))
 
 
+@pytest.mark.slow
 def test_scaffold_goes_to_the_optimum_of_unlike_devices_where_fedavg_does_not() -> None:
     """Numbers of examples, and so of steps, differ: c has the weights that the updates have."""
     biased = fixed_point_of_fedavg(0.1, steps=(4, 8, 12))

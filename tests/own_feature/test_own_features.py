@@ -192,6 +192,7 @@ def test_a_sum_without_noise_goes_with_no_privacy(hidden: dict[str, Any]) -> Non
 MASKED: dict[str, Any] = {"secure_aggregation": "semi-honest", "clients": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -213,6 +214,7 @@ def in_clear(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     return seen_in(tmp_path_factory.mktemp("plain"), "Thirds", clients=5, **FIXED)
 
 
+@pytest.mark.slow
 def test_scaffold_under_masks_is_that_of_a_plain_loop() -> None:
     """Its variates are masked, so that nobody sees one device's."""
     given: dict[str, Any] = {**LOCAL, **MASKED, "rounds": 3, "feature": SCAFFOLD}
@@ -221,6 +223,7 @@ def test_scaffold_under_masks_is_that_of_a_plain_loop() -> None:
     torch.testing.assert_close(vector(masked.model), vector(plain.model), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_masked_means_are_right_in_asynchronous_rounds(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET.replace("count = 3", "count = 5"))
     settings = {
@@ -233,6 +236,7 @@ def test_masked_means_are_right_in_asynchronous_rounds(tmp_path: Path) -> None:
     assert all(number >= 3 for _, number in seen)
 
 
+@pytest.mark.slow
 def test_a_masked_value_beyond_its_limit_leaves_its_sender_out_unseen(tmp_path: Path) -> None:
     """It is masked as an update of weight 0: a refusal would tell the server of one device."""
     assert seen_in(tmp_path, "Liar", **MASKED) == [[4.0]] * 4

@@ -23,6 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> headwater.Run:
     return headwater.simulate(TASK, clients=4, rounds=3, out=out, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_a_folder_and_a_module_are_tested_alike(run: headwater.Run) -> None:
     out = run.settings.out
     assert out is not None

@@ -168,6 +168,7 @@ def test_plot_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
     assert "headwater[server]" in caught.value.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", ["off", "semi-honest"])
 def test_the_process_is_as_before(masked: Any) -> None:
     before = state()
@@ -183,6 +184,7 @@ def test_the_process_is_as_before_after_an_error() -> None:
     assert caught.value.__notes__[0].startswith("remedy: one of: ASGD, Adadelta")
 
 
+@pytest.mark.slow
 def test_ctrl_c_returns_control_and_resume_reaches_the_same_model(tmp_path: Path) -> None:
     def interrupt(row: RoundRow) -> None:
         if row.round == 2:

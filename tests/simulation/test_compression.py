@@ -189,6 +189,7 @@ def test_random_coordinates_under_masks_train_as_in_clear(tmp_path: Path, ring_b
     assert vectors <= masked[-1].bytes_up < vectors + 40_000
 
 
+@pytest.mark.slow
 def test_a_resumed_masked_run_sends_what_was_left_out_before(tmp_path: Path) -> None:
     chosen = RANDOM | SEMI_HONEST
     simulate(tmp_path / "whole", **chosen)
@@ -235,6 +236,7 @@ def test_masked_factors_have_the_sum_of_plain_ones(tmp_path: Path) -> None:
     assert (plain - masked).norm() < 2.0**-7 * moved  # plain factors are rounded to bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_each_side_s_factors_have_the_steps_of_the_small_ring_that_suit_them(
     tmp_path: Path, scale: float
@@ -273,6 +275,7 @@ class Scaled:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "share"), [("bfloat16", 0.15), ("int4", 0.04)])
 def test_low_rank_updates_train_in_few_bytes(tmp_path: Path, values: str, share: float) -> None:
     rounds: dict[str, Any] = {"rounds": 20, "optimizer__name": "adam"}

@@ -79,6 +79,7 @@ def own_values(out: Path) -> dict[str, dict[str, list[float]]]:
     return {file.name: {k: v.tolist() for k, v in load_file(file).items()} for file in files}
 
 
+@pytest.mark.slow
 def test_heads_of_their_own_learn_labels_that_contradict_each_other() -> None:
     """A common model is right on half of all examples, as every label means both answers."""
     many = {"rounds": 30, "plan": {"accumulation_steps": 4, "micro_batch_size": 10}}

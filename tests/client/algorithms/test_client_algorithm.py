@@ -194,6 +194,7 @@ def test_arguments_come_from_the_settings() -> None:
     assert torch.equal(updated(made).values_P, updated(ClippedUpdate(0.5)).values_P)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", ["off", "semi-honest"])
 def test_own_steps_of_unlike_numbers_are_corrected_as_the_built_in_ones_are(masked: Any) -> None:
     given: dict[str, Any] = {

@@ -68,6 +68,7 @@ def test_the_peak_is_the_largest_resident_memory_since_the_reset() -> None:
     assert peak.peak_bytes() <= before + NOISE_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="file pages are known on Linux")
 def test_pages_of_a_mapped_file_are_neither_resident_memory_nor_a_peak(tmp_path: Path) -> None:
     size = 3 * CODE_BYTES

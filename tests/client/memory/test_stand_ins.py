@@ -93,6 +93,7 @@ def room_for(num_mib: int) -> Callable[[], MemoryLimit]:
     return lambda: limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "store", "num_mib"),
     [

@@ -238,6 +238,7 @@ def test_local_steps_before_memory_ran_short_are_sent() -> None:
     assert (update.report.reason, update.report.weight) == ("short of memory", 8)
 
 
+@pytest.mark.slow
 def test_a_window_ends_at_the_largest_number_of_steps_of_a_report() -> None:
     quota = 2 * MAX_STEPS
     context = training_context(TwoLayers(), examples(quota), memory=FakeMemory(rooms(1)))

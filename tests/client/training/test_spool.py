@@ -38,6 +38,7 @@ from tests.tasks import NAN_LOSS, RAISES_BACKWARD, examples
 from tests.training_contexts import FakeMemory, plan, training_context
 
 
+@pytest.mark.slow
 @given(
     st.integers(2, 24),
     st.integers(1, 8),

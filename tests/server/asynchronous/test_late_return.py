@@ -157,6 +157,7 @@ def refused_in(plan: Plan) -> int | None:
     return None if terms is None else terms.refused_round
 
 
+@pytest.mark.slow
 def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path: Path) -> None:
     settings = asynchronous(rounds=12)
     link, rows = Link(tmp_path), list[RoundRow]()
@@ -180,6 +181,7 @@ def test_a_device_that_returns_with_fifty_windows_counts_for_what_it_is(tmp_path
     assert (again.model_versions["d1"], again.num_windows) == (late.round, {})
 
 
+@pytest.mark.slow
 def test_a_stale_sum_is_refused_once_though_the_device_does_not_hear_of_it(tmp_path: Path) -> None:
     """No receipt reaches a device of this network, so it keeps its sum until a plan tells it."""
     settings = asynchronous(rounds=12, max_staleness=3)

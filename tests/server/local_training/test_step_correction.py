@@ -89,6 +89,7 @@ def moved(number: int) -> float:
     return 1 - (1 - RATE) ** number
 
 
+@pytest.mark.slow
 def test_plain_averages_of_unequal_steps_converge_to_a_wrong_point() -> None:
     expected = moved(10) / (moved(2) + moved(10))
     assert expected > OPTIMUM + 0.3
@@ -103,6 +104,7 @@ def test_corrected_averages_of_unequal_steps_converge_to_the_optimum() -> None:
     assert abs(found - OPTIMUM) <= RATE * max(STEPS.values()) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_steps_that_a_deadline_cuts_off_are_corrected_as_those_that_were_not_planned(
     is_normalized: bool,

@@ -175,6 +175,7 @@ def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
     drawn(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("draws_curves")
 def test_rows_without_a_target_are_drawn(tmp_path: Path) -> None:
     written(tmp_path, 2)

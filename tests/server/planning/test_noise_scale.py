@@ -151,6 +151,7 @@ def linear_gradients(
     return gradients_NP
 
 
+@pytest.mark.slow
 def test_a_linear_model_s_noise_is_what_is_derived_by_hand() -> None:
     """G = d, and E|g|^2 = (P + 2)|d|^2 + P noise^2 by the fourth moments of a normal.
 
@@ -179,6 +180,7 @@ def test_a_linear_model_s_noise_is_what_is_derived_by_hand() -> None:
     assert found[0] / found[1] == pytest.approx(variance / squared, rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_uneven_fleet_s_estimates_are_those_of_its_data() -> None:
     """Ragged cuts, unequal quotas, variances and data sets, of which rounds take up to all."""
     found, error = over_rounds(UNEVEN, rounds=6000)
@@ -193,6 +195,7 @@ def test_an_uneven_fleet_s_estimates_are_those_of_its_data() -> None:
     assert left_out > 3 * ERRORS * error[1]
 
 
+@pytest.mark.slow
 def test_dataset_weighting_scales_vectors_and_not_the_steps_norms() -> None:
     fleet = [
         dataclasses.replace(device, weigh_as=len(device.gradients_NP) // 2) for device in UNEVEN
@@ -201,6 +204,7 @@ def test_dataset_weighting_scales_vectors_and_not_the_steps_norms() -> None:
     assert (np.abs(found - truth(fleet)) <= ERRORS * error).all()
 
 
+@pytest.mark.slow
 def test_other_devices_measure_for_a_device_with_one_micro_batch() -> None:
     """Of like devices two in five measure nothing: the estimate stays without bias."""
     table_NP = made_up(400, seed=9)
@@ -241,6 +245,7 @@ def across_devices(fleet: Sequence[Device], random: np.random.Generator) -> Roun
     )
 
 
+@pytest.mark.slow
 def test_differences_between_devices_are_heterogeneity_and_not_noise() -> None:
     """Ten devices of one kind of data each: their differences are heterogeneity, not noise."""
     fleet = [
@@ -258,6 +263,7 @@ def test_differences_between_devices_are_heterogeneity_and_not_noise() -> None:
     assert wrong[0] > 10 * expected[0]
 
 
+@pytest.mark.slow
 def test_examples_that_weigh_differently_are_units_of_weight_each() -> None:
     """Of 1 to 8 tokens, with a part that an example has as a whole and one that each token has."""
     num_parameters, examples, first = 6, 16, 8

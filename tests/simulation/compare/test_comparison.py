@@ -170,6 +170,7 @@ def test_a_search_goes_on_where_the_best_rate_is_the_largest(tmp_path: Path) -> 
     assert exact.rate == 0.3
 
 
+@pytest.mark.slow
 def test_a_quick_comparison_goes_on_with_the_better_half_after_all_searches(tmp_path: Path) -> None:
     found = comparison(tmp_path, is_quick=True)
     first = found.due()

@@ -137,6 +137,7 @@ def predicted(devices: Devices, cohort: list[dict[str, Any]]) -> dict[str, tuple
     return all_of
 
 
+@pytest.mark.slow
 @given(cohort=cohorts())
 def test_the_prediction_of_many_devices_equals_that_of_each_step_by_step(
     folder: Path, cohort: list[dict[str, Any]]

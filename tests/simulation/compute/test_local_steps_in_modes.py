@@ -31,6 +31,7 @@ EPOCHS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Mlp, BadExample])
 def test_local_steps_in_one_pass_equal_one_by_one(tmp_path: Path, task: type) -> None:
     rows, _ = assert_equals_one_by_one(tmp_path, "vectorised", task=spec(task), **EPOCHS)
@@ -39,6 +40,7 @@ def test_local_steps_in_one_pass_equal_one_by_one(tmp_path: Path, task: type) ->
     assert 3 * 7 in numbers  # of forty
 
 
+@pytest.mark.slow
 def test_local_steps_of_tokens_by_an_optimizer_with_state_equal_one_by_one(tmp_path: Path) -> None:
     chosen: dict[str, Any] = {
         "local.arguments": {"momentum": 0.9, "nesterov": True},

@@ -72,6 +72,7 @@ def test_with_jitter_devices_idle_half_as_long_as_with_fixed_quotas(
     assert idle_of(bound) <= 0.5 * idle_of(fixed)
 
 
+@pytest.mark.slow
 def test_rounds_sum_the_planned_examples_on_average_and_within_bounds(folder: Path) -> None:
     """Of k steps of deviation JITTER the sum deviates by JITTER sqrt(k): of all of them, here."""
     numbers = [row["num_examples"] for row in rows_of(folder, "off")]
@@ -80,12 +81,14 @@ def test_rounds_sum_the_planned_examples_on_average_and_within_bounds(folder: Pa
     assert abs(sum(numbers) / all_told - 1) <= 4 * JITTER / all_told**0.5
 
 
+@pytest.mark.slow
 def test_at_the_predicted_speed_each_device_computes_its_quota(folder: Path) -> None:
     for row in rows_of(folder, "off", jitter=0.0):
         assert row["num_examples"] == BATCH
         assert {client["reason"] for client in row["clients"]} == {"quota"}
 
 
+@pytest.mark.slow
 def test_masked_devices_stop_by_time_too_and_none_is_refused(folder: Path) -> None:
     plain, masked = rows_of(folder, "off"), rows_of(folder, "semi-honest")
     assert [row["refused"] for row in masked] == [{}] * ROUNDS

@@ -132,6 +132,7 @@ def test_a_run_reports_the_noise_heterogeneity_and_gradient_of_its_data(task: Di
     assert scale == pytest.approx(expected[0] / expected[1], rel=ERRORS * spread)
 
 
+@pytest.mark.slow
 def test_norms_of_different_devices_would_mistake_heterogeneity_for_noise() -> None:
     rows = rows_of("OneDigitEach")
     expected = truth(OneDigitEach())

@@ -51,6 +51,7 @@ def labels_of(part: int) -> Tensor:
     return SlowOwners().train_examples(data=None, part=part, num_parts=NUM_DEVICES).tensors[1]
 
 
+@pytest.mark.slow
 def test_only_the_slow_devices_own_the_slow_classes() -> None:
     speeds = [one.examples_per_second or 0.0 for one in read_fleet(FLEETS / "slow_owners.toml")]
     assert len(speeds) == NUM_DEVICES
@@ -85,6 +86,7 @@ def weights_of_the_slow(folder: Path, weighting: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_weighting_by_data_set_weighs_slow_devices_by_their_examples(tmp_path: Path) -> None:
     owned = [len(labels_of(part)) for part in range(NUM_DEVICES)]
     share = sum(owned[FIRST_SLOW:]) / sum(owned)

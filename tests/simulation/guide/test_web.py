@@ -124,6 +124,7 @@ def test_the_sliders_of_a_run_go_together_at_all_their_ends() -> None:
         with_fleet(load(None, settings | {"task": TASK}))
 
 
+@pytest.mark.slow
 def test_local_steps_divide_the_examples_of_a_round(lab: RunLab) -> None:
     get(lab, "/run/start", devices=12, size=4, examples=192, steps=8)
     lab.finish()

@@ -38,6 +38,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rounds", "metric", "least", "most"),
     [

@@ -80,6 +80,7 @@ def clients_of(devices: Devices, work: list[dict[str, Any]]) -> list[ClientPlan]
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(number=st.integers(0, len(TERMS) - 1), work=plans())
 def test_local_steps_in_one_pass_give_each_device_s_own_update(
