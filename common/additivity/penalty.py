@@ -3,15 +3,18 @@
 A penalty in ``loss_sum`` would be added once for each micro-batch, so that the step depended on how
 the examples are cut. A task returns it from ``penalty(model)`` instead, and its gradient is added
 once to a mean gradient: to that of an exact round by the server, to that of each local step by the
-device. The objective is the mean loss plus the penalty.
+device, which in both cases adds that of the parameters that stay on it. The objective is the mean
+loss plus the penalty.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.common.errors import TaskError
 from headwater.common.model.parameters import ModelImage
@@ -35,6 +38,55 @@ def add_penalty(task: Task, image: ModelImage, mean_P: Tensor) -> tuple[int, ...
     """
     if not has_penalty(task):
         return ()
+    gradients = _gradients(_penalty(task, image), image.trainable())
+    used = []
+    for at, (gradient, (start, end)) in enumerate(zip(gradients, image.layout.spans, strict=True)):
+        if gradient is not None:
+            mean_P[start:end].add_(gradient.reshape(-1))
+            used.append(at)
+    return tuple(used)
+
+
+def own_penalty(task: Task, image: ModelImage) -> Tensor:
+    """Return the penalty's gradient at the parameters that stay on the device [L].
+
+    Raises:
+        TaskFailed, TaskError: see ``add_penalty``.
+    """
+    gradients = _gradients(_penalty(task, image), image.local())
+    found = [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for gradient, parameter in zip(gradients, image.local(), strict=True)
+    ]
+    return torch.cat([gradient.reshape(-1) for gradient in found])
+
+
+def check_penalty(task: Task, image: ModelImage) -> None:
+    """Check that the task's penalty works, and parts into a shared one and each device's own.
+
+    Raises:
+        TaskFailed: the penalty raised an exception.
+        TaskError: it is no finite scalar that follows from the parameters; or what it asks of the
+            shared parameters depends on those that stay on devices, which the server does not know.
+    """
+    if not has_penalty(task):
+        return
+    value, own = _penalty(task, image), image.local()
+    shared = _gradients(value, image.trainable(), create_graph=bool(own))
+    of_shared = [one.sum() for one in shared if one is not None and one.requires_grad]
+    if not own or not of_shared:
+        return
+    mixed = _gradients(torch.stack(of_shared).sum(), own)
+    if any(one is not None and bool(one.any()) for one in mixed):
+        raise TaskError(
+            "the gradient of penalty(model) at the shared parameters depends on those that stay on "
+            "the device, and the server, which adds it, does not know them",
+            remedy="let the penalty be a sum of one term of the shared parameters and one of those "
+            "of --local-parameters",
+        )
+
+
+def _penalty(task: Task, image: ModelImage) -> Tensor:
     with running("penalty"), torch.enable_grad():
         value = task.penalty(image.model)  # type: ignore[attr-defined]
     is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad
@@ -46,10 +98,10 @@ def add_penalty(task: Task, image: ModelImage, mean_P: Tensor) -> tuple[int, ...
             remedy="return a sum over parameters, as in 1e-4 * sum(p.square().sum() for p in "
             "model.parameters())",
         )
-    gradients = torch.autograd.grad(value, image.trainable(), allow_unused=True)
-    used = []
-    for at, (gradient, (start, end)) in enumerate(zip(gradients, image.layout.spans, strict=True)):
-        if gradient is not None:
-            mean_P[start:end].add_(gradient.reshape(-1))
-            used.append(at)
-    return tuple(used)
+    return cast(Tensor, value)
+
+
+def _gradients(
+    value: Tensor, parameters: Sequence[nn.Parameter], *, create_graph: bool = False
+) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(value, parameters, allow_unused=True, create_graph=create_graph)

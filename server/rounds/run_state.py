@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.common.additivity.penalty import add_penalty, has_penalty
+from headwater.common.additivity.penalty import add_penalty, check_penalty
 from headwater.common.errors import Diverged, NothingSummed, SettingsError, TaskError
 from headwater.common.messages import Plan
 from headwater.common.model.parameters import build_model
@@ -151,8 +151,7 @@ class Training:
         Raises:
             TaskFailed, TaskError: see ``headwater.common.additivity.penalty``.
         """
-        if has_penalty(self.task):
-            add_penalty(self.task, self.image, torch.zeros(self.image.layout.num_parameters))
+        check_penalty(self.task, self.image)
 
     def sent_model(self) -> SentModel:
         """Return the model of this round's plans, or of its evaluation, as devices will hold it."""

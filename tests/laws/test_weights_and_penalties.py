@@ -198,3 +198,54 @@ def test_a_penalty_that_is_no_scalar_is_refused_before_the_first_round() -> None
 
     with pytest.raises(TaskError, match="must return a finite scalar"):
         simulated(Vector)
+
+
+class OnBoth(Weighted):
+    """A penalty on the shared weight, and on the bias that stays on each device."""
+
+    def penalty(self, model: Any) -> Tensor:
+        found: Tensor = 0.05 * model.weight.square().sum() + 0.1 * model.bias.square().sum()
+        return found
+
+
+def test_parameters_that_stay_on_the_device_have_the_penalty_once(tmp_path: Path) -> None:
+    simulated(
+        OnBoth(),
+        local_parameters="bias",
+        local_learning_rate=RATE,
+        out=tmp_path,
+        accumulation_steps=4,
+        settings={"secure.min_quota": 1},
+    )
+    task = OnBoth()
+    torch.manual_seed(5)
+    model: Any = task.new_model()
+    weight = model.weight.detach().clone()
+    biases = [model.bias.detach().clone() for _ in range(NUM_CLIENTS)]
+    for _ in range(NUM_ROUNDS):
+        sums, total = torch.zeros_like(weight), 0.0
+        for part in range(NUM_CLIENTS):
+            with torch.no_grad():
+                model.weight.copy_(weight)
+                model.bias.copy_(biases[part])
+            tensors = task.train_examples(data=None, part=part, num_parts=4).tensors
+            loss, found, _ = task.loss_sum(model, tensors)
+            of_weight, of_bias = torch.autograd.grad(loss, (model.weight, model.bias))
+            sums, total = sums + of_weight, total + float(found)
+            biases[part] = biases[part] - RATE * (of_bias / found + 0.2 * biases[part])
+        weight = weight - RATE * (sums / total + 0.1 * weight)
+    for part, bias in enumerate(biases):
+        own = tmp_path / f"local/{part}.safetensors"
+        kept: Any = headwater.load_model(tmp_path, OnBoth(), local=own)
+        torch.testing.assert_close(kept.weight.detach(), weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kept.bias.detach(), bias, rtol=1e-5, atol=1e-6)
+
+
+def test_a_penalty_that_mixes_shared_and_own_parameters_is_refused() -> None:
+    class Mixed(Weighted):
+        def penalty(self, model: Any) -> Tensor:
+            found: Tensor = (model.weight.square().sum() + model.bias.square().sum()).sqrt()
+            return found
+
+    with pytest.raises(TaskError, match="depends on those that stay on the device"):
+        simulated(Mixed, local_parameters="bias")
