@@ -14,6 +14,11 @@ VARIATES, WEIGHTS = "control_variates", "control_variate_weights"
 MAX_VALUE, MAX_WEIGHT = 2.0**24, 2.0**40
 
 
+def moved_bytes(num_values: int) -> tuple[int, int]:
+    """Return the bytes that SCAFFOLD adds to a model down and to an update up."""
+    return 4 * num_values, 4 * (num_values + 1)
+
+
 class ScaffoldTerms(Terms):
     """What a device needs to correct its local steps, and what it adds to the sums.
 

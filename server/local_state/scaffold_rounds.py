@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.common.local_state.terms import VARIATES, WEIGHTS, ScaffoldTerms
+from headwater.common.local_state.terms import VARIATES, WEIGHTS, ScaffoldTerms, moved_bytes
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.planning.features import DraftPlans
 from headwater.server.rounds.features import RunFeature, RunState
@@ -44,7 +44,8 @@ class ScaffoldRounds(RunFeature):
         drafts.ask(ScaffoldTerms(variate=mean_P.float(), first_round=self._first_round))
 
     def transfer_bytes(self, down: int, up: int, *, num_values: int) -> tuple[int, int]:
-        return down + 4 * self._length, up + 4 * (self._length + 1)
+        more_down, more_up = moved_bytes(self._length)
+        return down + more_down, up + more_up
 
     def committed(self, done: RoundSum) -> None:
         if VARIATES in done.sums:

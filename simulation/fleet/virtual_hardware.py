@@ -194,12 +194,16 @@ class VirtualHardware:
 
 def moved_bytes(settings: Settings, layout: ModelLayout) -> tuple[int, int]:
     """Return the bytes that a round moves for a device, down and up, as planned."""
-    num_values = layout.num_parameters
+    down = up = 4 * layout.num_parameters
     modes = settings.compression.down, settings.compression.up, settings.secure.aggregation
-    if all(mode == "off" for mode in modes):
-        return 4 * num_values, 4 * num_values
-    planned = part_of("headwater.common.compression.planned_bytes")
-    return planned.download_bytes(settings, layout), planned.upload_bytes(settings, layout)
+    if any(mode != "off" for mode in modes):
+        planned = part_of("headwater.common.compression.planned_bytes")
+        down = planned.download_bytes(settings, layout)
+        up = planned.upload_bytes(settings, layout)
+    if settings.local.algorithm == "scaffold":
+        more = part_of("headwater.common.local_state.terms").moved_bytes(layout.num_parameters)
+        down, up = down + more[0], up + more[1]
+    return down, up
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_DATASETS)
