@@ -163,8 +163,19 @@ class RoundPlanner:
         return set(excluded) if any(one.is_for_model for one in excluded.values()) else set()
 
     def counts(self, *, round_number: int) -> Callable[[DeviceReport], bool]:
-        """Return what says whether a client counts among those that a round waits for."""
+        """Return what says whether a client counts among those that a round waits for.
+
+        One whose owner allows no further round does not, if enough others are known: they may be
+        away for a while.
+        """
         out = self.sitting_out(round_number=round_number)
+        by_owners = {
+            name
+            for name, one in self.excluded.items()
+            if one.is_by_owner and round_number <= one.through_round
+        }
+        if len(self.known) - len(by_owners) >= self.settings.num_clients_needed:
+            out |= by_owners
         return lambda report: report.name not in out and self._admits(report)
 
     def _admits(self, report: DeviceReport) -> bool:

@@ -174,3 +174,17 @@ def test_too_few_clients_whose_owners_allow_another_round_end_the_run_by_name() 
     assert "c: PrivacyBudgetSpent" in caught.value.message
     # A device that connects again may have another limit.
     plans(made, {name: here[name] for name in ("a", "b")}, 3, disconnected=["b", "c"])
+
+
+@pytest.mark.parametrize("was_counted", [True, False])
+def test_a_client_that_is_away_is_waited_for_where_an_owner_allows_no_further_round(
+    was_counted: bool,
+) -> None:
+    made = planning(load(None, {"cohort.min_clients": 1}))
+    here = {name: report(name, limit=400 * MIB) for name in ("a", "b")}
+    plans(made, here, 1)
+    left = ConnectedClients(reports={"a": here["a"]}, described=[], disconnected=["b"])
+    made.known.note_changes(left, counted=["b"] if was_counted else [], busy=())
+    made.exclude(owners_reasons({"a": PrivacyBudgetSpent("")}), round_number=1, is_by_owner=True)
+    assert made.counts(round_number=2)(here["a"]) is not was_counted
+    assert made.counts(round_number=2)(here["b"])
