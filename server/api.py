@@ -111,7 +111,7 @@ def serve(
             )
         listen, metrics = chosen.server.listen, chosen.server.metrics
         credentials = check_addresses(chosen, listen, metrics=metrics)
-        recorder = RunRecorder(call.objects.get(str(chosen.task)))
+        recorder = RunRecorder()
         observers = [recorder, *user_observers(observer)]
         with show_progress(chosen) as (on_round, display):
             serve_run(

@@ -12,7 +12,7 @@ from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.errors import MissingData, TaskError, remedy_in_traceback
 from headwater.common.model.trained_model import load_module, model_file, read_model
 from headwater.common.model.trained_model import task_of as task_of_record
-from headwater.common.task import Examples, Task, load_task, rounds_weights
+from headwater.common.task import Examples, Task, load_task, rounds_weights, tell_round
 from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
@@ -59,6 +59,7 @@ def evaluate(
         file = model_file(Path(model))
         record, state = read_model(file)
         builder = given or task_of_record(None, record, file)
+        tell_round(builder, record.rounds or 1)
         model = load_module(builder, record, state, file)
         chosen = chosen or builder
     if chosen is None:

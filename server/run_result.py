@@ -51,8 +51,8 @@ class Run:
     """As ``model``, but the parameters that stayed on the clients, if any, are untrained."""
     history: list[RoundRow]
     """The rounds, each with the figures of each client; of a resumed run those before, too."""
-    task: Any = field(default=None, repr=False)
-    """The task, if it was given as an object or a class and not by the name of its file."""
+    task: Any = field(repr=False)
+    """The server's task, as the last round has left it."""
 
     @property
     def model(self) -> nn.Module:
@@ -85,7 +85,7 @@ class Run:
         """
         from headwater.server.evaluation_api import evaluate
 
-        return evaluate(self.model, examples, task=self.task or self.settings.task)
+        return evaluate(self.model, examples, task=self.task)
 
     def table(self) -> list[dict[str, float]]:
         """Return a flat dictionary of numbers for each round, as pandas takes them."""
@@ -137,9 +137,9 @@ class Run:
 class RunRecorder(Observer):
     """Collects a run's rows, and its model."""
 
-    def __init__(self, task: Any = None) -> None:
-        """``task`` is the one that was given as an object; None: it is in a file."""
-        self._task = task
+    def __init__(self) -> None:
+        """Begin without a run."""
+        self._task: Any = None
         self._settings: Settings | None = None
         self._model: nn.Module | None = None
         self._rows: list[RoundRow] = []
@@ -148,6 +148,9 @@ class RunRecorder(Observer):
         self._settings, self._model = settings, model
         before = [] if settings.out is None or not round_number else read_rows(settings.out)
         self._rows = [row_of_dict(row) for row in before if row["round"] <= round_number]
+
+    def loaded(self, task: Any) -> None:
+        self._task = task
 
     def on_round(self, row: RoundRow) -> None:
         self._rows.append(row)

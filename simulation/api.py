@@ -131,7 +131,7 @@ def simulate(
         chosen = with_fleet(call.settings())
         chosen = chosen.model_copy(update={"threads": chosen.threads or 1})
         _check_objects(chosen)
-        recorder = RunRecorder(call.objects.get(str(chosen.task)))
+        recorder = RunRecorder()
         observers = [recorder, *user_observers(observer)]
         with show_progress(chosen) as (on_round, display):
             run_engine(

@@ -56,8 +56,8 @@ class LeftOutLog:
             self._empty.add(name)
             plan = opened.plans[name]
             log.warning(
-                "round %d: %s could train on none of %s (%s), and adds nothing: look at its data. "
-                "The log says so once",
+                "round %d: %s could train on none of %s (%s), and adds nothing: look at its data, "
+                "or raise --effective-batch-size if it has others. The log says so once",
                 plan.round,
                 name,
                 counted(plan.quota, "example"),

@@ -14,6 +14,7 @@ from headwater.common.errors import RoundAborted
 from headwater.common.messages import DeviceReport
 from headwater.common.settings.changes import Changes
 from headwater.common.settings.schema import Settings
+from headwater.common.task import Task
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
 
@@ -38,6 +39,9 @@ class Observer:
         ``settings.out`` is the folder that it writes to, if any. The steps change ``model`` in
         place: it is the model of the last step at any time.
         """
+
+    def loaded(self, task: Task) -> None:
+        """Handle the server's task, right before the start; the rounds tell it what they find."""
 
     def resumed(self, round_number: int, changed: Changes) -> None:
         """Handle a resumed run, right after its start, with the settings that it changes.
@@ -79,6 +83,10 @@ class Observers(Observer):
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         for observer in self._observers:
             observer.started(settings, round_number=round_number, model=model)
+
+    def loaded(self, task: Task) -> None:
+        for observer in self._observers:
+            observer.loaded(task)
 
     def resumed(self, round_number: int, changed: Changes) -> None:
         for observer in self._observers:

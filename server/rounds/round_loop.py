@@ -88,6 +88,7 @@ def run(
             feature.begin(num_rounds=training.round)
     fleet.share_frozen(training.image)
     try:
+        observer.loaded(training.task)
         observer.started(settings, round_number=training.round, model=training.image.model)
         if folder is not None:
             write_settings(folder, _with_rounds_done(settings, training.round))

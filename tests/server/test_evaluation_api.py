@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import headwater
 from headwater.common.errors import MissingData, TaskError, TaskNotAdditive
 from headwater.common.task import load_task
+from tests.python_tasks import Annealed
 
 TASK = "examples/digits.py:Digits"
 
@@ -36,6 +37,33 @@ def test_a_run_a_folder_and_a_module_are_tested_alike(run: headwater.Run) -> Non
     for one in found:
         assert one.metrics["accuracy"] == pytest.approx(run.metrics["test_accuracy"])
         assert one.loss == pytest.approx(run.metrics["test_loss"])
+
+
+class Scaled(Annealed):
+    """Inputs that are scaled by what the run measures."""
+
+    measured: ClassVar[dict[str, Any]] = {"inputs": headwater.Moments(-1000, 1000, size=3)}
+    found: Any = None
+
+    def statistics(self, example: Any) -> dict[str, Any]:
+        return {"inputs": example[0]}
+
+    def use_statistics(self, found: Any) -> None:
+        self.found = found["inputs"]
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Any:
+        inputs = batch[0] if self.found is None else self.found.scaled(batch[0])
+        return super().loss_sum(model, [inputs, *batch[1:]])
+
+
+@pytest.mark.parametrize("task", [Annealed, Scaled])
+def test_a_task_is_tested_as_the_last_round_left_it(task: type, tmp_path: Path) -> None:
+    run = headwater.simulate(
+        task, clients=4, rounds=3, out=tmp_path, statistics=task is Scaled, progress=False
+    )
+    expected = pytest.approx(run.metrics["test_loss"])
+    assert run.evaluate().loss == expected
+    assert headwater.evaluate(tmp_path, task=task).loss == expected
 
 
 def test_a_folder_s_model_is_tested_by_a_loss(run: headwater.Run) -> None:
