@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headwater.common.errors import TaskError
 from headwater.common.wording import bytes_text
@@ -80,7 +80,20 @@ def _columns_in(found: Any) -> str | None:
     return f"{len(found)} columns of {max(num_rows):,} rows each"
 
 
-def _read(stream: Iterable[Any], what: str) -> list[Any]:
+class KeptExamples(Dataset[Any]):
+    """Examples of a stream; each read gives a copy, as the stream would give a new one."""
+
+    def __init__(self, examples: list[Any]) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, position: int) -> Any:
+        return copied(self._examples[position])
+
+
+def _read(stream: Iterable[Any], what: str) -> KeptExamples:
     examples: list[Any] = []
     num_bytes, is_whole = 0, True
     for example in stream:
@@ -90,7 +103,7 @@ def _read(stream: Iterable[Any], what: str) -> list[Any]:
         examples.append(example)
         num_bytes += _bytes_of(example)
     _log_stream(what, len(examples), num_bytes, is_whole)
-    return examples
+    return KeptExamples(examples)
 
 
 @functools.cache

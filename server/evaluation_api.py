@@ -75,8 +75,13 @@ def evaluate(
             "there are no examples to test on",
             remedy="give examples=, or a task with test_examples",
         )
-    check_sums(chosen, model, examples)
-    return sums_on(chosen, model, name, examples)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        check_sums(chosen, model, examples)
+        return sums_on(chosen, model, name, examples)
+    finally:  # the caller goes on training
+        for module, is_training in modes:
+            module.training = is_training
 
 
 def check_sums(task: Task, model: nn.Module, examples: Examples) -> None:

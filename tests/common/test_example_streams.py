@@ -74,6 +74,13 @@ def test_a_finite_stream_is_read_whole_and_the_log_says_so(
     assert "its 30 examples are read into memory" in caplog.text
 
 
+def test_what_is_read_of_a_stream_stays_as_it_was() -> None:
+    """A collate that writes in place would else change it at each epoch."""
+    examples = as_examples((torch.ones(2) for _ in range(3)), "stream")
+    examples[0].mul_(0.5)
+    assert examples[0].tolist() == [1, 1]
+
+
 def test_an_endless_stream_is_cut_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert len(opened("Endless")) == example_streams.MAX_EXAMPLES
     assert "its first 10,000 examples are read into memory" in caplog.text

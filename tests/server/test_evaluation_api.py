@@ -53,7 +53,7 @@ class Scaled(Annealed):
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Any:
         inputs = batch[0] if self.found is None else self.found.scaled(batch[0])
-        return super().loss_sum(model, [inputs, *batch[1:]])
+        return super().loss_sum(model, (inputs, batch[1]))
 
 
 @pytest.mark.parametrize("task", [Annealed, Scaled])
@@ -84,6 +84,7 @@ def test_a_loss_of_torch_s_is_enough_to_test_a_module() -> None:
     with torch.no_grad():
         assert found.loss == pytest.approx(loss(model(inputs), targets).item(), rel=1e-4)
     assert found.num_examples == 40
+    assert model.training, "the caller goes on training"
 
 
 def test_examples_that_cannot_be_tested_are_left_out_and_counted() -> None:
