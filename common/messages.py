@@ -463,6 +463,9 @@ class UpdateReport(WireMessage):
     num_refused: Natural = Field(0, description="examples excluded for a NaN or an exception")
     num_joined: Natural = Field(0, description="examples that are new in the device's data")
     num_left: Natural = Field(0, description="examples that are no longer in the device's data")
+    num_owned: Annotated[int, Field(ge=1, le=2**40)] | None = Field(
+        None, description="examples that the device has since some joined or left"
+    )
     seconds: NotNegative
     steps: Annotated[tuple[Step, ...], Field(max_length=2 * MAX_STEPS)]
     reason: StopReason

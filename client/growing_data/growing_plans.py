@@ -29,10 +29,10 @@ class GrowingData(PlanFeature):
         records.save_state(request.context, SAMPLER, found.sampler)
         records.save_state(request.context, EXAMPLES, found.known.to_json())
         if found.change is not None:
-            self._counts = dataclasses.asdict(found.change)
+            self._counts = dataclasses.asdict(found.change) | {"num_owned": found.known.number}
 
     def finish(self, request: DeviceRequest, plan: Plan, update: Update) -> Update:
-        """Count the examples that joined and left; a private update tells of none."""
+        """Count the examples that joined and left, and all; a private update tells of none."""
         if not self._counts or "privacy" in plan.terms:
             return update
         report = update.report.model_copy(update=self._counts)

@@ -76,6 +76,7 @@ def merged(before: UpdateReport, window: UpdateReport) -> UpdateReport:
             "metric_sums": dict(metrics),
             "num_refused": before.num_refused + window.num_refused,
             "num_joined": before.num_joined + window.num_joined,
+            "num_owned": before.num_owned if window.num_owned is None else window.num_owned,
             "num_left": before.num_left + window.num_left,
             "seconds": before.seconds + window.seconds,
             "steps": (*before.steps, *window.steps),

@@ -50,6 +50,8 @@ class Told(NamedTuple):
     work: Ints | Floats
     """The work of each step of all, one client after another; and its seconds."""
     seconds: Floats
+    owned: Mapping[str, int] = {}
+    """The number of examples of each client whose data have changed."""
 
     @staticmethod
     def by(reports: Collection[UpdateReport]) -> Told:
@@ -62,6 +64,7 @@ class Told(NamedTuple):
             np.array([len(one.measured) for one in reports], dtype=np.int64),
             work,
             seconds,
+            {one.name: one.num_owned for one in reports if one.num_owned is not None},
         )
 
     @staticmethod
@@ -286,6 +289,8 @@ class KnownClients(Mapping[str, DeviceEstimate]):
             at = self._at(one.names)
             self._table.vitals.follow(at, one.vitals)
             self._follow_speed(at, one)
+            for name, number in one.owned.items():
+                self._table.num_examples[self._rows[name]] = number
         late = {name for name, error in refused.items() if isinstance(error, LateUpdate)}
         names = list(invited)
         self._note_late(self._at([n for n in names if n in late and n not in exceptions]))

@@ -173,6 +173,15 @@ def test_the_vitals_of_an_update_replace_the_known_ones() -> None:
     )
 
 
+def test_an_update_of_data_that_have_grown_tells_the_planner_how_many_they_are() -> None:
+    clients = Clients(num_examples=10)
+    grown = update().model_copy(update={"num_joined": 90, "num_owned": 100})
+    clients.known.learn(["pi"], told=[Told.by([grown])], refused={})
+    assert clients.pi.num_examples == 100
+    clients.answer()
+    assert clients.pi.num_examples == 100
+
+
 def test_a_masked_answer_tells_its_vitals_and_no_speed() -> None:
     clients = Clients()
     ready = ReadyReport(name="pi", round=1, seconds=99.0, vitals=Vitals(base_bytes=7))
