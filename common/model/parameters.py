@@ -14,12 +14,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import mmap
+import random
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +58,26 @@ _HELD: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 # torch's generator is the whole process's: a server and clients may begin in threads of one.
 RANDOM_NUMBERS = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let a model draw the same numbers wherever it is built: of torch, of numpy and of Python.
+
+    Those of numpy and of Python are set back at the end.
+    """
+    with RANDOM_NUMBERS:
+        states = random.getstate(), np.random.get_state()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
 Build = Callable[[Callable[[], nn.Module], Callable[[nn.Module], None]], nn.Module]
 """Calls a function that builds a model, and one that stores its frozen weights; returns it."""
 
@@ -310,8 +333,7 @@ def build_model(
         if frozen_dtype is not None:
             store_frozen(model, frozen_dtype)
 
-    with RANDOM_NUMBERS:
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = within(lambda: _own(built_model(task)), store)
     return ModelImage(model, replaced_layers=replaced, local_parameters=local_parameters)
 

@@ -30,6 +30,7 @@ from headwater.common.model.bfloat16_weights import stored_frozen
 from headwater.common.model.local_parameters import by_all_names, local_names
 from headwater.common.model.local_state import device_tensors
 from headwater.common.model.mismatch import first_difference, rows_of
+from headwater.common.model.parameters import seeded
 from headwater.common.model.tensor_file import load_tensors, tensors_of, with_wrappers
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import regular
@@ -193,8 +194,7 @@ def load_module(
         )
     if record.statistics is not None:
         part_of("headwater.common.statistics.columns").give_recorded(task, record.statistics)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(record.settings.get("seed", 0)))
+    with torch.random.fork_rng(devices=[]), seeded(int(record.settings.get("seed", 0))):
         model = built_model(task)
     state = with_wrappers(model, state)
     replay(model, record.replaced_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from headwater.common.task import weight_unit
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.rounds.features import RunFeature, RunState
 
@@ -16,7 +17,7 @@ class ScaledRates(RunFeature):
     """
 
     def __init__(self, run: RunState) -> None:
-        self._plan = run.settings.plan
+        self._plan, self._weight_unit = run.settings.plan, weight_unit(run.task)
         self._is_linear = run.settings.schedule.batch_scaling == "linear"
 
     def rate_factor(self, done: RoundSum) -> float:
@@ -26,5 +27,5 @@ class ScaledRates(RunFeature):
     def _ratio(self, done: RoundSum) -> float:
         """Return the round's batch over the one that is set, in tokens if these are set."""
         if self._plan.tokens_per_update is not None:
-            return done.summed_weight / self._plan.tokens_per_update
+            return done.summed_weight * self._weight_unit / self._plan.tokens_per_update
         return done.num_examples / self._plan.effective_batch_size

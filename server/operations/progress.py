@@ -18,7 +18,7 @@ from headwater.common.settings.schema import Settings
 from headwater.common.system.console import console, print_text
 from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.task import load_task, max_weight_per_example
+from headwater.common.task import load_task, max_weight_per_example, weight_unit
 from headwater.common.user_code.task_spec import bundle_folder
 from headwater.common.wording import counted
 from headwater.server.features import RESULT_FILES, sample_lines, work_text
@@ -66,11 +66,13 @@ def _task_text(task: str | None) -> str | None:
     return task if bundle is None else f"{bundle.title}, {bundle.digest[:16]}, {task}"
 
 
-def _max_weight(settings: Settings) -> int:
+def _max_weight(settings: Settings) -> float:
     """Return the task's largest weight per example; 1 if it is not needed or there is no task."""
     if settings.plan.tokens_per_update is None or settings.task is None:
         return 1
-    return max_weight_per_example(load_task(settings.task))
+    task = load_task(settings.task)
+    most = max_weight_per_example(task) * weight_unit(task)
+    return int(most) if most.is_integer() else most
 
 
 def _scaling(settings: Settings) -> str:

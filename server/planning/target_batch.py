@@ -58,7 +58,7 @@ def target_by(plan: settings.PlanSettings) -> TargetBy | None:
     return "noise scale" if plan.follow_noise_scale else "examples"
 
 
-def examples_for(tokens: int, weight_per_example: float) -> int:
+def examples_for(tokens: float, weight_per_example: float) -> int:
     """Return how many examples contain at least this number of tokens."""
     return max(math.ceil(tokens / weight_per_example), 1)
 
@@ -98,10 +98,15 @@ class Target:
         plan: settings.PlanSettings,
         *,
         max_weight_per_example: int,
+        weight_unit: float = 1.0,
         demand: Demand | None = None,
     ) -> None:
-        """Start before the first round; ``demand`` replaces the target batch."""
+        """Start before the first round; ``demand`` replaces the target batch.
+
+        All weights but those of the settings are in units of ``weight_unit`` tokens.
+        """
         self._plan = plan
+        self._weight_unit = weight_unit
         self._max_weight = max_weight_per_example
         self.demand = demand
         self.by = target_by(plan) if demand is None else None
@@ -120,7 +125,8 @@ class Target:
     def num_examples(self) -> int:
         """The target of the current round."""
         if self._plan.tokens_per_update is not None:
-            return examples_for(self._plan.tokens_per_update, self.weight_per_example)
+            tokens = self._plan.tokens_per_update / self._weight_unit
+            return examples_for(tokens, self.weight_per_example)
         if self.by == "noise scale":
             return max(self._followed, MIN_PER_CLIENT * self._num_invited)
         return self._plan.effective_batch_size
@@ -181,8 +187,11 @@ class Target:
             raise CheckpointCorrupt(f"the state of the target has no {error}") from error
 
 
-def described(plan: settings.PlanSettings, *, max_weight_per_example: int) -> str:
-    """Return a line that describes the target, with its arithmetic where it is known."""
+def described(plan: settings.PlanSettings, *, max_weight_per_example: float) -> str:
+    """Return a line that describes the target, with its arithmetic where it is known.
+
+    ``max_weight_per_example`` is in tokens.
+    """
     tokens, most = plan.tokens_per_update, max_weight_per_example
     if tokens is not None:
         if plan.micro_batch_size is None:

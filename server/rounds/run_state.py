@@ -23,7 +23,7 @@ from headwater.common.model.parameters import build_model
 from headwater.common.model.vectors import all_finite, squared_norm, zero_tensors
 from headwater.common.settings.changes import Changes, of_training
 from headwater.common.settings.schema import Settings
-from headwater.common.task import load_task, max_weight_per_example, tell_round
+from headwater.common.task import load_task, max_weight_per_example, tell_round, weight_unit
 from headwater.common.terms import KINDS
 from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import false_figures, without_figures
@@ -111,6 +111,7 @@ class Training:
         self.target = Target(
             settings.plan,
             max_weight_per_example=self.max_weight_per_example,
+            weight_unit=weight_unit(self.task),
             demand=demand_in(planning),
         )
         self.planner = RoundPlanner(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -443,3 +445,27 @@ def test_threads_that_build_at_once_build_the_same_model() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(weights, [0, 1] * 100))
     assert found == expected * 100
+
+
+class DrawnElsewhere(TwoLayers):
+    """A fixed projection whose numbers are of numpy's and of Python's generators."""
+
+    def new_model(self) -> nn.Module:
+        model = super().new_model()
+        model.projection = torch.from_numpy(np.random.randn(3))
+        model.shift = random.random()  # type: ignore[assignment]
+        return model
+
+
+def test_a_model_draws_the_same_numbers_wherever_it_is_built() -> None:
+    """On the server, on each device, and where its file is loaded."""
+    np.random.seed(1)
+    random.seed(1)
+    first: Any = build_model(DrawnElsewhere(), seed=3).model
+    drawn = np.random.rand(), random.random()
+    second: Any = build_model(DrawnElsewhere(), seed=3).model
+    assert torch.equal(first.projection, second.projection)
+    assert first.shift == second.shift
+    np.random.seed(1)
+    random.seed(1)
+    assert drawn == (np.random.rand(), random.random()), "the process's own numbers go on"

@@ -54,6 +54,14 @@ def test_where_k_is_set_there_is_no_target() -> None:
     assert target(accumulation_steps=2).by is None
 
 
+def test_tokens_are_counted_in_the_unit_of_the_task_s_weight() -> None:
+    unit = 2.0**-16
+    tokens = Target(plan(tokens_per_update=1000), max_weight_per_example=2 << 16, weight_unit=unit)
+    assert tokens.open(num_invited=3) == 500
+    tokens.commit(of(16, 20 / unit), None)  # 1.25 an example
+    assert tokens.open(num_invited=3) == 800
+
+
 def test_tokens_are_divided_by_the_maximum_of_an_example_and_then_by_the_mean() -> None:
     tokens = target(tokens_per_update=1000, most=64)
     assert tokens.open(num_invited=3) == math.ceil(1000 / 64)
