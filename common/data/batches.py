@@ -6,7 +6,7 @@ batch of a plain ``TensorDataset`` is taken from its tensors by one indexing ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from headwater.common.example_streams import copied
 from headwater.common.task import Examples, Task
 
 READS = ("__getitem__", "__getitems__")
@@ -82,7 +83,40 @@ def batch_of(task: Task, examples: Examples, positions: Sequence[int] | NDArray[
     fetch_all = getattr(examples, "__getitems__", None)
     if fetch_all is not None:
         return collate([_own(one) for one in fetch_all(rows.tolist())])
-    return collate([_own(examples[position]) for position in rows.tolist()])
+    return collate([_own(one) for one in _read(examples, rows.tolist())])
+
+
+def _read(examples: Examples, positions: Sequence[int]) -> list[Any]:
+    """Read the examples of a batch; copies of those of a data set that fills one memory each time.
+
+    A video's decoder does that: all examples of a batch would be its last one.
+    """
+    found: list[Any] = []
+    versions: list[tuple[Tensor, int]] = []
+    for position in positions:
+        found.append(examples[position])
+        if len(found) == 1:
+            versions = [(one, one._version) for one in _parts(found[0]) if _has_version(one)]
+        elif len(found) == 2 and (
+            any(tensor._version != version for tensor, version in versions)
+            or any(one is other for one in _arrays(found[0]) for other in _arrays(found[1]))
+        ):
+            return [copied(examples[position]) for position in positions]
+    return found
+
+
+def _parts(example: Any) -> Iterable[Any]:
+    if isinstance(example, Mapping):
+        return example.values()
+    return example if isinstance(example, list | tuple) else (example,)
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _arrays(example: Any) -> list[Any]:
+    return [one for one in _parts(example) if isinstance(one, np.ndarray)]
 
 
 def _own(example: Any) -> Any:

@@ -102,3 +102,24 @@ def test_a_collate_may_pop_from_the_examples_that_the_data_set_keeps() -> None:
     kept: Any = [{"x": number, "y": -number} for number in range(3)]
     first = batch_of(Popping(), kept, (0, 2))
     assert first == batch_of(Popping(), kept, (0, 2)) == [(0, 0), (2, -2)]
+
+
+class Frames(Dataset[Any]):
+    """Each read fills the same memory, as a video's decoder does."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, position: int) -> Any:
+        self.buffer[:] = position
+        return self.buffer, position
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(2), np.zeros(2, dtype=np.float32)])
+def test_examples_that_are_read_into_one_memory_are_all_in_their_batch(buffer: Any) -> None:
+    values, numbers = batch_of(TwoLayers(), Frames(buffer), [3, 1, 4])
+    assert values.tolist() == [[3, 3], [1, 1], [4, 4]]
+    assert numbers.tolist() == [3, 1, 4]

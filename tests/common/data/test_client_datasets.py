@@ -79,3 +79,25 @@ def test_a_client_s_examples_are_a_view_of_the_partition() -> None:
     assert isinstance(first, SubsetView)
     assert isinstance(again, SubsetView)
     assert np.shares_memory(first.positions, again.positions)
+
+
+class Units(TwoLayers):
+    """Keeps on the task what it reads of each client's data."""
+
+    def __init__(self, units: list[float]) -> None:
+        super().__init__()
+        self.units = units
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        self.unit = self.units[part]
+        return examples(3, seed=part)
+
+
+@pytest.mark.parametrize(("units", "is_told"), [([1.0, 2.0, 3.0], True), ([2.0, 2.0, 2.0], False)])
+def test_what_one_client_s_data_put_on_the_task_of_all_is_told_once(
+    units: list[float], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    datasets = ClientDatasets(Units(units))
+    for part in range(3):
+        datasets.of(None, data=None, part=part, num_parts=3)
+    assert caplog.text.count("train_examples keeps unit on the task") == is_told
