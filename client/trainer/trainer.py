@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Clients of one process on whose examples a task is checked: one may have none of a kind.
-NUM_CHECKED = 4
 # Of how many clients of a process the data is compared; a task that ignores part shows in two.
 NUM_SHARES = 16
 
@@ -107,7 +105,8 @@ class Trainer:
         """Set when the device is to stop: training ends early, and the sum so far is sent."""
         self.checkpointed = CheckpointedClients(self.image)
         self._own = own_parameters(self.image, lambda seed: self._built(seed=seed))
-        self._num_unchecked = NUM_CHECKED if check_task else 0
+        self._checks_task = check_task
+        self._num_opened = 0
         self._num_shares = NUM_SHARES
         self._is_undecided = False
         self.first_check: CheckReport | None = None
@@ -157,19 +156,17 @@ class Trainer:
     def _check_opened(self, examples: Examples, name: str) -> None:
         """Check the task on the first examples that are opened, and log what was found.
 
-        In a process of many clients its sums are compared on a few of the others' as well.
+        In a process of many clients its sums are compared on those of the second, the fourth, the
+        eighth and so on as well: the first ones may have none of a kind, as of a label.
         """
-        if not self._num_unchecked:
+        if not self._checks_task:
             return
-        self._num_unchecked -= 1
+        self._num_opened += 1
         if self.first_check is not None:
-            self._compare_more(examples, name)
+            if self._num_opened.bit_count() == 1:
+                self._compare_more(examples, name)
             return
-        try:
-            report = self.first_check = self.check(examples, name)
-        except Exception:
-            self._num_unchecked += 1
-            raise
+        report = self.first_check = self.check(examples, name)
         self._is_undecided = report.is_undecided
         if report.left_out is not None and self.logs_left_out:
             log.warning("%s: %s", name, report.left_out)

@@ -11,13 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
 
-from headwater.common.errors import (
-    AlgorithmBroken,
-    BuffersChanged,
-    HeadwaterError,
-    TaskNotAdditive,
-    without_frames,
-)
+from headwater.common.errors import TASK_MISTAKES, HeadwaterError, without_frames
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Counts
@@ -153,8 +147,8 @@ class FleetRoster(Mapping[str, DeviceReport]):
         since = self._since.get(part, self._first_round)
         try:
             report = self._devices.describe(part, self._request, round_number=since)
-        except (TaskNotAdditive, BuffersChanged, AlgorithmBroken):
-            raise  # a mistake of the user's code, whichever device runs it
+        except TASK_MISTAKES:
+            raise
         except HeadwaterError as error:
             self._refusals.add(name, error)
             self.refused[part] = without_frames(error)

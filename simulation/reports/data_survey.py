@@ -20,7 +20,13 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.common.additivity.survey import look_over
 from headwater.common.additivity.trial_state import as_it_was
 from headwater.common.data.example_faults import ExampleFault, own_position
-from headwater.common.errors import HeadwaterError, NoFiniteExample, SettingsError, TaskFailed
+from headwater.common.errors import (
+    TASK_MISTAKES,
+    HeadwaterError,
+    NoFiniteExample,
+    SettingsError,
+    TaskFailed,
+)
 from headwater.common.wording import counted
 from headwater.simulation.fleet.identities import Identities
 
@@ -77,7 +83,11 @@ class DeviceSurvey:
 
 
 def report_left_out(trainer: Trainer, identities: Identities) -> None:
-    """Log a summary of the devices' examples that cannot be trained on, after the task's check."""
+    """Log a summary of the devices' examples that cannot be trained on, after the task's check.
+
+    Raises:
+        HeadwaterError: some device's examples show a mistake of the task.
+    """
     trainer.logs_left_out = False  # of the first device alone
     for part in range(identities.num_devices):
         try:
@@ -113,6 +123,8 @@ def survey_devices(
                 break
             try:
                 _look(survey, trainer, identities, part, batch_size, left / (len(parts) - done))
+            except TASK_MISTAKES:
+                raise
             except (HeadwaterError, MemoryError) as error:
                 log.info("device %s is not looked over: %s", identities.name(part), error)
     return survey

@@ -56,6 +56,19 @@ class SeldomEvents(Cox):
         return TensorDataset(inputs, times, events)
 
 
+class Sorted(Cox):
+    """Clients' data are sorted: only those of the last half have events."""
+
+    first_with_events = 5
+
+
+def test_a_loss_over_pairs_is_refused_though_the_first_half_of_the_clients_has_none() -> None:
+    with pytest.raises(TaskNotAdditive, match="every example is paired with every other"):
+        headwater.simulate(
+            Sorted, clients=10, rounds=1, accumulation_steps=2, micro_batch_size=4, progress=False
+        )
+
+
 def test_a_loss_over_pairs_is_refused_though_the_first_client_has_none() -> None:
     with pytest.raises(TaskNotAdditive, match="every example is paired with every other"):
         headwater.simulate(
