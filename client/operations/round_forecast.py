@@ -37,8 +37,11 @@ def forecast(
     Local steps have no time: they follow from the device's own number of examples.
     """
     tokens = tokens_per_example(trainer, identity)
-    size = _micro_batch_size(settings, speed, hardware, len(trainer.examples(identity)))
+    num_owned = len(trainer.examples(identity))
+    size = _micro_batch_size(settings, speed, hardware, num_owned)
     number, text = examples_of_round(settings, size, tokens)
+    if number > num_owned and settings.plan.accumulation_steps is None:
+        number, text = num_owned, f"{text}, and it has {num_owned:,}"
     seconds = speed.seconds_per_micro_batch * math.ceil(number / size)
     seconds = (seconds + speed.seconds_per_example * number) / hardware.time_share().share
     rate = number / seconds

@@ -59,12 +59,16 @@ class LossSum(nn.Module):
         """Return loss, weight and metrics of a batch."""
         answer = self._task.loss_sum(self.model, batch)
         sums = answer[2] if len(answer) == 3 else {}
-        weight = torch.as_tensor(answer[1], dtype=torch.float64)
-        metrics = {
-            str(name): torch.as_tensor(value).detach().to(torch.float64)
-            for name, value in sums.items()
-        }
-        return answer[0], weight, metrics
+        metrics = {str(name): _number(value) for name, value in sums.items()}
+        return answer[0], _number(answer[1]), metrics
+
+
+def _number(value: Any) -> Tensor:
+    """Return a weight or a metric without dimensions; one of one element is a number, too."""
+    number = torch.as_tensor(value).detach().to(torch.float64)
+    if number.numel() != 1:
+        raise UnsupportedBatch(f"a weight or a metric of a batch has {number.numel()} elements")
+    return number.reshape(())
 
 
 def call_with(module: nn.Module, replaced: Mapping[str, Tensor], *args: Any) -> Any:

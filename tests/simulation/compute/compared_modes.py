@@ -69,6 +69,15 @@ class Mlp:
         return loss, len(labels), {"accuracy": (logits.argmax(1) == labels).sum()}
 
 
+class OneElement(Mlp):
+    """Weight and metric are tensors of one element."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Any:
+        loss, weight, metrics = super().loss_sum(model, batch)
+        sums = {name: value.reshape(1) for name, value in metrics.items()}
+        return loss, torch.tensor([weight]), sums
+
+
 class LargeLayer(Mlp):
     """A layer of 36,864 weights, whose gradients are computed one device at a time."""
 

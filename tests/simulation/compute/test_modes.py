@@ -22,6 +22,7 @@ from tests.simulation.compute.compared_modes import (
     LayerTwice,
     LongEpoch,
     Mlp,
+    OneElement,
     Random,
     Recomputing,
     Tokens,
@@ -38,7 +39,7 @@ BATCHED = "headwater.simulation.compute.batched"
 
 
 @pytest.mark.parametrize("mode", ["vectorised", "fused"])
-@pytest.mark.parametrize("task", [Mlp, LongEpoch, LayerTwice, ConstantInput])
+@pytest.mark.parametrize("task", [Mlp, LongEpoch, LayerTwice, ConstantInput, OneElement])
 def test_every_mode_equals_one_by_one(tmp_path: Path, task: type, mode: str) -> None:
     _, others = assert_equals_one_by_one(tmp_path, mode, task=spec(task))
     if mode == "fused":
