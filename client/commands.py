@@ -198,6 +198,7 @@ def _open(settings: Settings) -> tuple[Trainer, Identity]:
     from headwater.client.trainer.run_trainer import run_trainer
 
     _begin(settings)
+    settings = _with_opened_task(settings)
     identity = _identity(settings)
     trainer = run_trainer(settings)
     trainer.machine = this_machine(identity, settings, trainer.image.layout)
@@ -289,6 +290,19 @@ def predict(
     write_predictions(settings, identity, model=model, out=out, local=local, form=form)
 
 
+def _with_opened_task(settings: Settings) -> Settings:
+    """Return settings that name a bundle's file with the place of its task.
+
+    Raises:
+        TaskBundleRefused, UnknownTask: see ``signed_bundle.with_opened_task``.
+    """
+    if not settings.has_task_bundle:
+        return settings
+    from headwater.common.task_bundles.signed_bundle import with_opened_task
+
+    return with_opened_task(settings)
+
+
 def take_part(settings: Settings) -> None:
     """Take part until the run ends, the device is asked to stop, or its patience ends."""
     import asyncio
@@ -296,10 +310,7 @@ def take_part(settings: Settings) -> None:
     _check_room_for_torch(settings)
     from headwater.client.transport.lasting_connection import stay_connected
 
-    if settings.has_task_bundle:
-        from headwater.common.task_bundles.signed_bundle import with_opened_task
-
-        settings = with_opened_task(settings)
+    settings = _with_opened_task(settings)
     if settings.task is None and settings.client.trust is not None:
         settings = _with_first_task(settings)
 

@@ -10,9 +10,9 @@ from torch import nn
 from headwater.common.additivity.sums import Sums, compare
 from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.errors import MissingData, TaskError, remedy_in_traceback
-from headwater.common.model.trained_model import load_module, model_file, read_model
+from headwater.common.model.trained_model import load_module, model_file, named_task, read_model
 from headwater.common.model.trained_model import task_of as task_of_record
-from headwater.common.task import Examples, Task, load_task, rounds_weights, tell_round
+from headwater.common.task import Examples, Task, rounds_weights, tell_round
 from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
@@ -115,7 +115,7 @@ def _task(given: Any) -> Task | None:
     if given is None or not isinstance(given, str | Path | type):
         found: Task | None = given
         return found
-    return given() if isinstance(given, type) else load_task(str(given))
+    return given() if isinstance(given, type) else named_task(str(given))
 
 
 def _no_model() -> nn.Module:

@@ -314,7 +314,7 @@ def task_of(task: Task | str | Path | None, record: ModelRecord, file: Path) -> 
         TaskError: see ``load_task``.
     """
     if task is not None:
-        return load_task(str(task)) if isinstance(task, str | Path) else task
+        return named_task(str(task)) if isinstance(task, str | Path) else task
     if record.task is None:
         raise UnknownTask(
             f"{file} does not say which task built its model",
@@ -326,7 +326,18 @@ def task_of(task: Task | str | Path | None, record: ModelRecord, file: Path) -> 
             "does not choose the code that is run",
             remedy=f"if it is your own, name it yourself: {_HOW}",
         )
-    return load_task(record.task)
+    return named_task(record.task)
+
+
+def named_task(spec: str) -> Task:
+    """Load a task by its name, also that of a signed bundle's file.
+
+    Raises:
+        UnknownTask, TaskError, TaskBundleRefused: see ``load_task`` and ``signed_bundle``.
+    """
+    if spec.endswith(".task"):
+        spec = part_of("headwater.common.task_bundles.signed_bundle").opened_task(spec)
+    return load_task(spec)
 
 
 _HOW = "load_model(path, task='my_task.py:MyTask'), or --task"

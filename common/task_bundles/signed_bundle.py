@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from headwater.common.errors import TaskBundleRefused, UnknownTask
 from headwater.common.parsed_text import json_of
+from headwater.common.settings.machines import ClientSettings
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import write_atomically
 from headwater.common.user_code.task_spec import BUNDLE, bundle_folder
@@ -98,6 +99,11 @@ class TaskBundle:
     digest: str
     """The SHA-256 of the content, in hexadecimal."""
     data: bytes
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file, as it is published."""
+        return f"{self.content.name}-{self.content.version}{SUFFIX}"
 
     @property
     def title(self) -> str:
@@ -207,9 +213,18 @@ def with_opened_task(settings: Settings) -> Settings:
     """
     if settings.task is None or not settings.has_task_bundle:
         return settings
+    spec = opened_task(settings.task, settings.client.state_folder)
+    return settings.model_copy(update={"task": spec})
+
+
+def opened_task(spec: str, state_folder: Path | None = None) -> str:
+    """Return the place of the task of a bundle's file, which is unpacked into the state folder.
+
+    Raises:
+        TaskBundleRefused, UnknownTask: see ``with_opened_task``.
+    """
+    folder = ClientSettings().state_folder if state_folder is None else state_folder
     try:
-        bundle = read_bundle(Path(settings.task).read_bytes())
-        spec = unpacked(bundle, settings.client.state_folder / FOLDER)
+        return unpacked(read_bundle(Path(spec).read_bytes()), folder / FOLDER)
     except OSError as error:
         raise UnknownTask(f"{error.filename}: {error.strerror}") from error
-    return settings.model_copy(update={"task": spec})

@@ -26,7 +26,9 @@ from headwater.common.model.tensor_file import without_wrappers, write_tensors
 from headwater.common.model.trained_model import ADAPTER, ModelRecord
 from headwater.common.settings.schema import Settings
 from headwater.common.system.atomic_file import atomic_writer
+from headwater.common.user_code.named_objects import part_of
 from headwater.common.user_code.run_scope import PREFIX
+from headwater.common.user_code.task_spec import bundle_folder
 
 # The settings by which a server gets this model and no other, on every way of running.
 RECORDED: dict[str, Any] = {
@@ -75,6 +77,8 @@ def _record(
     best: dict[str, Any] | None = None,
 ) -> ModelRecord:
     task = settings.task
+    if task is not None and not task.startswith(PREFIX) and bundle_folder(task) is not None:
+        task = part_of("headwater.common.task_bundles.signed_bundle").bundle_of(task).file_name
     names = without_wrappers(image.model, image.replaced_layers)
     return ModelRecord(
         task=None if task is None or task.startswith(PREFIX) else task,

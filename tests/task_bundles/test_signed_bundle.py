@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import headwater
 from headwater.client.task_bundles.kept_tasks import INDEX, kept_tasks, show, taken
 from headwater.common.errors import SettingsError, TaskBundleRefused, UnknownTask
+from headwater.common.model.trained_model import read_model
 from headwater.common.settings.schema import ClientSettings
 from headwater.common.task_bundles.signed_bundle import (
     CONTEXT,
@@ -22,6 +25,7 @@ from headwater.common.task_bundles.signed_bundle import (
     MAGIC,
     MAX_BYTES,
     Content,
+    opened_task,
     read_bundle,
     signed,
     unpacked,
@@ -348,3 +352,22 @@ def test_a_signer_s_key_is_its_owner_s_alone_and_is_kept(tmp_path: Path) -> None
 def test_a_key_that_is_none_is_refused_as_a_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no signer's key"):
         device_of(tmp_path, "ssh-ed25519")
+
+
+def test_the_model_of_a_run_of_a_signed_task_names_the_bundle_s_file_which_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of the operator's state folder would say nothing to others, and be refused here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    bundle, file = publish_code(tmp_path, new_key(tmp_path / "signer.key")[0], version=2)
+    file = file.rename(tmp_path / bundle.file_name)
+    task = opened_task(str(file))
+    assert task.startswith(str(tmp_path / "state"))
+    run = headwater.simulate(task, clients=2, rounds=1, out=tmp_path / "out", progress=False)
+    record, _ = read_model(tmp_path / "out/model.safetensors")
+    assert record.task == file.name
+    for name in (None, file.name):
+        found = headwater.load_model(tmp_path / "out", name)
+        for one, other in zip(found.parameters(), run.model.parameters(), strict=True):
+            assert torch.equal(one, other)
