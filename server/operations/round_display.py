@@ -19,6 +19,7 @@ from headwater.common.messages import DeviceReport
 from headwater.common.settings.schema import Settings
 from headwater.common.system.live_status import duration, head, line_of, pack
 from headwater.common.system.printable import printable, printable_name
+from headwater.common.task import Task, weight_unit
 from headwater.common.wording import counted, names_text
 from headwater.server.rounds.observer import Observer
 from headwater.server.rounds.open_round import OpenRound
@@ -45,6 +46,7 @@ class RoundDisplay(Observer):
         self._num_awaited = settings.num_clients_needed
         # With data set weighting a weight is the size of the device's data, in no unit of its own.
         self._has_tokens = settings.cohort.weighting == "samples"
+        self._weight_unit = 1.0
         self._clock = clock
         self._is_ascii = is_ascii
         self._round = 0
@@ -57,6 +59,9 @@ class RoundDisplay(Observer):
         self._since = clock()
 
     # What the rounds report.
+
+    def loaded(self, task: Task) -> None:
+        self._weight_unit = weight_unit(task)
 
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         self._round = round_number
@@ -150,13 +155,16 @@ class RoundDisplay(Observer):
     def _figures(self, row: RoundRow, metrics: Mapping[str, float]) -> list[str]:
         is_in_tokens = self._has_tokens and row.weight != row.num_examples
         examples = counted(row.num_examples, "example")
+        weight = counted(row.weight, "token")
+        if self._weight_unit != 1:
+            weight = f"weight {row.weight * self._weight_unit:,.6g}"
         name, seconds = row.slowest
         virtual = "" if row.virtual_seconds is None else " (virtual)"
         return [
             row.loss_text(),
             spent(row),
             main_metric(metrics),
-            f"{examples}, {counted(row.weight, 'token')}" if is_in_tokens else examples,
+            f"{examples}, {weight}" if is_in_tokens else examples,
             f"{row.num_clients:,} of {counted(row.num_invited, 'device')}",
             f"slowest {printable_name(name)}: {duration(seconds)}{virtual}",
             left_out(row),

@@ -56,10 +56,15 @@ def _of_spread(name: str, one: FoundMoments) -> list[str]:
     if not narrow:
         return []
     which = "" if len(one.num) == 1 else f"[{', '.join(map(str, narrow[:MAX_ROWS]))}]"
+    why = (
+        "the noise hides how far the values spread, or they spread over less than a 256th of the "
+        "bounds"
+        if one.noise
+        else "the values spread over less than a 256th of the bounds"
+    )
     return [
-        f"{name}{which}: the values spread over less than a 256th of the bounds, so that their "
-        "standard deviation is hardly known, or taken for 0: give narrower bounds, unless they "
-        "are the same in all examples"
+        f"{name}{which}: {why}, so that their standard deviation is hardly known, or taken for 0, "
+        "and scaled() makes them 0: give narrower bounds, unless they are the same in all examples"
     ]
 
 

@@ -16,6 +16,7 @@ from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.operations.round_display import RoundDisplay, main_metric
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.rounds.round_row import RoundRow
+from tests.python_tasks import Signs
 from tests.round_rows import client, masked, row
 
 
@@ -101,6 +102,16 @@ def test_a_row_whose_weight_is_in_tokens_shows_both_units() -> None:
     shown.begun(1, {})
     text = shown.round_line(full_row(1, num_examples=20, weight=81_920))
     assert "20 examples, 81,920 tokens" in text
+
+
+def test_a_weight_in_units_of_the_task_s_is_shown_as_the_task_counts_it() -> None:
+    class OfClasses(Signs):
+        weight_unit = 2.0**-16
+
+    shown = display()
+    shown.loaded(OfClasses())
+    text = shown.round_line(full_row(1, num_examples=20, weight=25 << 15))
+    assert "20 examples, weight 12.5" in text
 
 
 def test_a_weight_that_is_the_data_set_s_size_is_no_number_of_tokens() -> None:
