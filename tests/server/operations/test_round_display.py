@@ -110,6 +110,7 @@ def test_a_weight_in_units_of_the_task_s_is_shown_as_the_task_counts_it() -> Non
 
     shown = display()
     shown.loaded(OfClasses())
+    shown.begun(1, {})
     text = shown.round_line(full_row(1, num_examples=20, weight=25 << 15))
     assert "20 examples, weight 12.5" in text
 
