@@ -55,7 +55,30 @@ def as_examples(found: Any, what: str) -> Any:
             f"{what} returned {type(found).__name__}, which has no len() and no [position]",
             remedy="return a data set, a list of examples, or a stream of them (docs/task.md)",
         )
+    if _reads_by_inherited(type(found)):
+        _log_unread(type(found).__name__)
     return found
+
+
+def _reads_by_inherited(kind: type) -> bool:
+    """Return whether a class's own ``__getitem__`` is not called.
+
+    A class that inherits ``__getitems__``, as from torch's ``StackDataset``, is read by that, as
+    torch's DataLoader reads it, too.
+    """
+    own = [vars(one) for one in kind.__mro__]
+    one = next((at for at, names in enumerate(own) if "__getitem__" in names), len(own))
+    many = next((at for at, names in enumerate(own) if "__getitems__" in names), -1)
+    return one < many
+
+
+@functools.cache
+def _log_unread(name: str) -> None:
+    log.warning(
+        "%s.__getitem__ is not called: the class inherits __getitems__, by which torch's DataLoader "
+        "reads it, too; override both, or set __getitems__ = None",
+        name,
+    )
 
 
 def _columns_in(found: Any) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import StackDataset, TensorDataset
 
 from headwater.common import example_streams
 from headwater.common.errors import TaskError
@@ -72,6 +73,18 @@ def test_a_finite_stream_is_read_whole_and_the_log_says_so(
     assert len(examples) == 30
     assert examples[7][0].tolist() == [1, 1, 2, 0, 1]
     assert "its 30 examples are read into memory" in caplog.text
+
+
+def test_a_method_that_is_not_called_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Doubled(StackDataset[Any]):
+        def __getitem__(self, position: int) -> Any:
+            return position
+
+    for _ in range(2):
+        as_examples(Doubled(TensorDataset(torch.ones(3))), "train_examples")
+    assert caplog.text.count("Doubled.__getitem__ is not called") == 1
+    as_examples(TensorDataset(torch.ones(3)), "train_examples")
+    assert "TensorDataset" not in caplog.text
 
 
 def test_what_is_read_of_a_stream_stays_as_it_was() -> None:
