@@ -75,8 +75,8 @@ def _reads_by_inherited(kind: type) -> bool:
 @functools.cache
 def _log_unread(name: str) -> None:
     log.warning(
-        "%s.__getitem__ is not called: the class inherits __getitems__, by which torch's DataLoader "
-        "reads it, too; override both, or set __getitems__ = None",
+        "%s.__getitem__ is not called: the class inherits __getitems__, by which torch's "
+        "DataLoader reads it, too; override both, or set __getitems__ = None",
         name,
     )
 
