@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from headwater.common.task import Examples, Task, rounds_weights, tell_round
 from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
+from headwater.common.user_code.named_objects import part_of
 from headwater.server.evaluate_model import DataResult, sums_on
 from headwater.server.rounds.evaluation import open_test_examples
 
+log = logging.getLogger(__name__)
+
+STATISTICS = "headwater.common.statistics.columns"
 NUM_COMPARED = 4  # examples, together and alone
 
 
@@ -62,6 +67,11 @@ def evaluate(
         tell_round(builder, record.rounds or 1)
         model = load_module(builder, record, state, file)
         chosen = chosen or builder
+    elif chosen is not None and part_of(STATISTICS).lacks_statistics(chosen):
+        log.warning(
+            "the task uses statistics, and none are known here: if the model was trained with "
+            "--statistics, give the folder of its run in the model's place"
+        )
     if chosen is None:
         raise TaskError(
             "neither a task nor a loss is given, by which the model is tested",

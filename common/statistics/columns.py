@@ -237,6 +237,11 @@ def give(task: Any, found: Statistics) -> None:
             use(found)
 
 
+def lacks_statistics(task: Any) -> bool:
+    """Return whether a task uses statistics, and was given none."""
+    return hasattr(task, USE) and not hasattr(task, _BEFORE)
+
+
 def take_back(task: Any) -> None:
     """Leave a task with the attributes that it had before it was first given statistics."""
     before = getattr(task, _BEFORE, None)

@@ -57,13 +57,18 @@ class Scaled(Annealed):
 
 
 @pytest.mark.parametrize("task", [Annealed, Scaled])
-def test_a_task_is_tested_as_the_last_round_left_it(task: type, tmp_path: Path) -> None:
+def test_a_task_is_tested_as_the_last_round_left_it(
+    task: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = headwater.simulate(
         task, clients=4, rounds=3, out=tmp_path, statistics=task is Scaled, progress=False
     )
     expected = pytest.approx(run.metrics["test_loss"])
     assert run.evaluate().loss == expected
     assert headwater.evaluate(tmp_path, task=task).loss == expected
+    assert "the task uses statistics" not in caplog.text
+    headwater.evaluate(run.model, task=task)
+    assert ("the task uses statistics" in caplog.text) is (task is Scaled)
 
 
 def test_a_folder_s_model_is_tested_by_a_loss(run: headwater.Run) -> None:
