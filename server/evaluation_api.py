@@ -11,19 +11,23 @@ from torch import nn
 from headwater.common.additivity.sums import Sums, compare
 from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.errors import MissingData, TaskError, remedy_in_traceback
-from headwater.common.model.trained_model import load_module, model_file, named_task, read_model
+from headwater.common.model.trained_model import (
+    lacks_statistics,
+    load_module,
+    model_file,
+    named_task,
+    read_model,
+)
 from headwater.common.model.trained_model import task_of as task_of_record
 from headwater.common.task import Examples, Task, rounds_weights, tell_round
 from headwater.common.task_of_parts.given_data import data_set_of
 from headwater.common.task_of_parts.metrics import Asked
 from headwater.common.task_of_parts.task_of_parts import TaskOfParts
-from headwater.common.user_code.named_objects import part_of
 from headwater.server.evaluate_model import DataResult, sums_on
 from headwater.server.rounds.evaluation import open_test_examples
 
 log = logging.getLogger(__name__)
 
-STATISTICS = "headwater.common.statistics.columns"
 NUM_COMPARED = 4  # examples, together and alone
 
 
@@ -67,7 +71,7 @@ def evaluate(
         tell_round(builder, record.rounds or 1)
         model = load_module(builder, record, state, file)
         chosen = chosen or builder
-    elif chosen is not None and part_of(STATISTICS).lacks_statistics(chosen):
+    elif chosen is not None and lacks_statistics(chosen):
         log.warning(
             "the task uses statistics, and none are known here: if the model was trained with "
             "--statistics, give the folder of its run in the model's place"

@@ -329,6 +329,12 @@ def task_of(task: Task | str | Path | None, record: ModelRecord, file: Path) -> 
     return named_task(record.task)
 
 
+def lacks_statistics(task: Task) -> bool:
+    """Return whether a task uses statistics, and was given none: its model may need them."""
+    found: bool = part_of("headwater.common.statistics.columns").lacks_statistics(task)
+    return found
+
+
 def named_task(spec: str) -> Task:
     """Load a task by its name, also that of a signed bundle's file.
 
