@@ -36,7 +36,7 @@ def test_a_lost_device_its_return_and_the_end_are_told(tmp_path: Path) -> None:
         port = port_of(server)
         processes.client(port, 0, task=task)
         lost = processes.client(port, 1, task=task)
-        lost.wait_for("round 1: sent")
+        lost.wait_for(": sent ")  # of the first round that it is in
         lost.kill()
         until(lambda: ("device-lost", "1", False) in kinds(), what=server.text)
         processes.client(port, 1, task=task)
