@@ -59,10 +59,15 @@ class PrecisionComparison:
         return "bfloat16" if self.seconds_ratio <= WORTHWHILE else "float32"
 
     def __str__(self) -> str:
-        return (
+        time_text = (
             f"a pass of {counted(self.num_examples, 'example')} under bfloat16 autocast takes "
-            f"{self.seconds_ratio:.2f} of float32's time, and {decimal(self.bfloat16_bytes)} of "
-            f"memory instead of {decimal(self.float32_bytes)}"
+            f"{self.seconds_ratio:.2f} of float32's time"
+        )
+        if not (self.bfloat16_bytes and self.float32_bytes):  # too few to be seen
+            return time_text
+        return (
+            f"{time_text}, and {decimal(self.bfloat16_bytes)} of memory instead of "
+            f"{decimal(self.float32_bytes)}"
         )
 
 
@@ -157,7 +162,7 @@ def compared(context: TrainingContext) -> PrecisionComparison | None:
     positions = tuple(good[:num_examples])
     meter.reset()
     warm_seconds = _seconds(context, tried, positions, "bfloat16")
-    peaks = {"bfloat16": meter.peak_bytes() - rest, "float32": int(each)}
+    peaks = {"bfloat16": max(meter.peak_bytes() - rest, 0), "float32": int(each)}
     if num_examples == 1 and warm_seconds > PAIRS_SECONDS:
         ratios = [warm_seconds / first_seconds]
     else:
