@@ -241,6 +241,10 @@ class TaskFailed(TaskError):
             self.remedy = (
                 "give numbers as float32 (tensor.float()), and classes as int64 (tensor.long())"
             )
+class NoFiniteExample(TaskError):
+    """Every example that was looked at has a loss or gradient of NaN or infinity."""
+    remedy = "look for NaN in the data: empty cells of a CSV file, divisions by zero, logarithms"
+
 TASK_MISTAKES: tuple[type[HeadwaterError], ...] = (
     TaskNotAdditive,
     BuffersChanged,
@@ -248,11 +252,6 @@ TASK_MISTAKES: tuple[type[HeadwaterError], ...] = (
     AlgorithmBroken,
 )
 """Mistakes of the user's code, whichever device's examples show them: they end a simulation."""
-
-
-class NoFiniteExample(TaskError):
-    """Every example that was looked at has a loss or gradient of NaN or infinity."""
-    remedy = "look for NaN in the data: empty cells of a CSV file, divisions by zero, logarithms"
 
 # Flower app: change the lines that convert it to sums of gradients. ------------------------------
 

@@ -32,8 +32,8 @@ of what is opened.
 A residual is dropped, with a line in the log, if its file is damaged, if the model has another
 layout, if a later round counted without it (compression was off, or the state folder was put back
 from a backup), or if the server went back to a checkpoint before both. Another method, fraction or
-rank takes the residual over; another run begins without one.
-With parameters that stay on the device only the shared vector has a residual.
+rank takes the residual over; another run begins without one. With parameters that stay on the
+device only the shared vector has a residual.
 """
 
 from __future__ import annotations

@@ -150,12 +150,12 @@ def open_run(
 
     ``read_settings`` reads this server's settings again, over those that the run has left in --out.
     A standby tries them once it has the run's files, so that what would keep it from taking over is
-    an error before it has to. When it takes over, masks and noise are still those.
+    an error before it has to. When it takes over, masks, noise and trust are still those.
 
     Raises:
         SettingsError: --shared-state or --out is missing; --out has files that are not this run's;
             another server serves the run and this one is no standby; the shared state holds a run
-            that should not be continued; or its masks or noise have changed.
+            that should not be continued; or its masks, noise or trust have changed.
         CheckpointCorrupt: the shared state's record cannot be read.
         StateError: the shared state cannot be reached.
     """
