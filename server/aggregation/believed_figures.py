@@ -63,7 +63,7 @@ def beyond_belief(
             continue
         median, limit = 0.0, MOST
         if len(each) >= LEAST_CLIENTS:
-            median = float(np.median(each))
+            median = _median(each)
             limit = max(MULTIPLE * median, least)
             if median <= 1 and what != "loss" and is_part(what):
                 limit = MOST_PART
@@ -88,6 +88,17 @@ def believed_noise(parts: Sequence[NoiseSums]) -> Sequence[NoiseSums]:
         return parts
     false = {id(one) for one, row in zip(measured, each, strict=True) if (row > limits).any()}
     return [NoiseSums(weight=one.weight) if id(one) in false else one for one in parts]
+
+
+def _median(each: NDArray[np.float64]) -> float:
+    """Return the median; of a count that is 0 on most devices, the median of where it is not.
+
+    Above 0 must be a third of them, and three: else what few clients say would be its own measure.
+    """
+    counted = each[each > 0]
+    if len(counted) >= max(LEAST_CLIENTS, len(each) / 3):
+        return float(np.median(counted))
+    return float(np.median(each))
 
 
 def _column(parts: Sequence[NDArray[Any]]) -> NDArray[np.float64]:

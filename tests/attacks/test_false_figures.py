@@ -93,6 +93,10 @@ def columns(loss: list[float], **metrics: list[float]) -> ReportColumns:
         ([20, 30, 15, 1e5], {"mae": [4.0, 5.0, 3.0, 3e2]}, []),  # a supermarket among corner shops
         ([1e20, 1.1e20, 0.9e20, 1e20], {}, []),  # sales in a small unit
         ([1, 1, 1], {"rare": [0.0, 0.0, 1.0]}, []),
+        ([1] * 5, {"clicks": [0.0, 0.0, 0.0, 3.0, 9.0]}, ["3", "4"]),  # nobody knows what is usual
+        ([1] * 7, {"clicks": [0.0, 0.0, 0.0, 0.0, 3.0, 9.0, 2.0]}, []),
+        ([1] * 7, {"clicks": [0.0, 0.0, 0.0, 1e9, 3.0, 9.0, 2.0]}, ["3"]),
+        ([1] * 10, {"clicks": [0.0] * 7 + [1e9] * 3}, ["7", "8", "9"]),  # three who agree on a lie
         ([1, 1e12], {}, []),  # which of two is wrong nobody knows
         ([1, 1e20], {}, ["1"]),
         ([], {}, []),
