@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from headwater.client.device.bandwidth import Bandwidth
-from headwater.common.errors import LateUpdate, ModelMismatch
+from headwater.common.errors import HeadwaterError, LateUpdate, ModelMismatch
 from headwater.common.messages import DescribeRequest, DeviceReport, Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
@@ -38,7 +38,7 @@ from headwater.server.flower.grid_fleet import GridFleet
 from headwater.server.flower.grpc_grid import GrpcGrid
 from headwater.server.transport.servicer import Servicer
 from headwater.server.tree.aggregator import Aggregator
-from headwater.server.tree.branch_wire import order_in
+from headwater.server.tree.branch_wire import check_report, order_in
 
 log = logging.getLogger(__name__)
 
@@ -170,10 +170,14 @@ class Branch:
         answers = self._fleet.evaluate(plans, self._image, timeout_seconds=timeout_seconds)
         try:
             for answer in answers:
-                if isinstance(answer, Dropout):
-                    refused[answer.name] = Refusal.of(answer.error)
-                else:
+                try:
+                    if isinstance(answer, Dropout):
+                        raise answer.error
+                    if (plan := plans.get(answer.name)) is not None:
+                        check_report(answer, plan)
                     reports.append(answer)
+                except HeadwaterError as error:
+                    refused[answer.name] = Refusal.of(error)
         except LateUpdate as late:
             log.info("the evaluation ended early: %s", late)
         return BranchEvaluation(reports=tuple(reports), refused=refused)

@@ -97,6 +97,7 @@ NamedTerms = Annotated[
     PlainSerializer(written_terms, when_used="json"),
 ]
 
+Unused = Annotated[tuple[Natural, ...], Field(max_length=MAX_UNUSED)]
 MetricName = Annotated[str, Field(max_length=MAX_METRIC_CHARACTERS)]
 MetricSums = Annotated[dict[MetricName, Finite], Field(max_length=MAX_METRICS)]
 MetricNames = Annotated[tuple[MetricName, ...], Field(max_length=MAX_METRICS)]
@@ -470,7 +471,7 @@ class UpdateReport(WireMessage):
     steps: Annotated[tuple[Step, ...], Field(max_length=2 * MAX_STEPS)]
     reason: StopReason
     local_steps: Natural = Field(1, description="local steps of all windows in this sum")
-    unused: Annotated[tuple[Natural, ...], Field(max_length=MAX_UNUSED)] = Field(
+    unused: Unused = Field(
         (), description="places of the trained tensors that no loss used: their gradient is None"
     )
     vitals: Vitals = Vitals()

@@ -92,6 +92,8 @@ class BranchSum:
     extra: Mapping[str, PartialSum] = field(default_factory=dict, repr=False)
     """The sums beside the model's, by name."""
     reports: Sequence[UpdateReport] = field(repr=False)
+    unused: Sequence[int] = field(repr=False)
+    """The places of the trained tensors that none of its updates' losses used."""
     norms: Mapping[str, float] = field(repr=False)
     outliers: Sequence[str]
     clip_bits: Sequence[int]

@@ -162,7 +162,7 @@ class Node:
             return NodeAnswer(message_id=message_id, error=UnexpectedUpdate(NOT_ASKED))
         assert self._context is not None
         self._context.node_config.update(self.link.as_config())
-        self.counters.has_plan |= message_type == "train"
+        self.counters.has_plan |= message_type.partition(".")[0] == "train"  # or an aggregator's
         try:
             # A model always as a view: this process stays, and keeps no update for another one.
             seen = memoryview(payload) if payload and message_type == "train" else payload

@@ -346,7 +346,7 @@ def pieces_of(positions: Sequence[int]) -> list[Sequence[int]]:
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
     """Return the shapes of a batch's tensors without their first axis, in their order."""
     if isinstance(batch, Tensor):
-        return [tuple(batch.shape[1:])]
+        return [] if batch.is_nested else [tuple(batch.shape[1:])]
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif not isinstance(batch, list | tuple):

@@ -128,14 +128,15 @@ def _same(one: Any, other: Any, outer: frozenset[tuple[int, int]]) -> bool:
 
 
 def _same_tensors(one: Tensor, other: Tensor) -> bool:
-    kinds = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in (one, other)]
+    # A nested tensor has no shape, or one that names its ragged axis, another one each time.
+    kinds = [(t.is_nested or t.shape, t.dtype, t.layout) for t in (one, other)]
     if one.layout is torch.strided and not one.is_nested and not other.is_nested:
         equal = kinds[0] == kinds[1] and (one == other) | ((one != one) & (other != other))
         return bool(equal is not False and equal.all())
     parts = stored_tensors(one), stored_tensors(other)
-    # The shape of a nested tensor names its ragged axis, another one each time.
-    is_alike = kinds[0] == kinds[1] or (one.is_nested and other.is_nested)
-    return is_alike and len(parts[0]) == len(parts[1]) and all(map(_same_tensors, *parts))
+    return (
+        kinds[0] == kinds[1] and len(parts[0]) == len(parts[1]) and all(map(_same_tensors, *parts))
+    )
 
 
 def _fetch(examples: Examples, position: int) -> Any:

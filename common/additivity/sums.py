@@ -188,7 +188,8 @@ class BroadcastWatch(TorchFunctionMode):
     ) -> Any:
         """Call the function, and look at the shapes of its tensors."""
         values = [*args, *(kwargs or {}).values()]
-        shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+        tensors = (value for value in values if isinstance(value, Tensor))
+        shapes = [tuple(one.shape) for one in tensors if not one.is_nested]
         if self.found is None and len(shapes) == 2 and self._is_outer(*shapes):
             one, other = shapes
             name = func.__name__.strip("_")

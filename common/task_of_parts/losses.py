@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,11 +59,10 @@ class SummedLoss:
         """Return the most that an example with such a target weighs."""
         if not self.is_of_classes:
             return 1
-        number = target.numel() if isinstance(target, Tensor) else 1
-        if isinstance(target, Tensor) and _is_share(
-            target
-        ):  # of each class, in the first dimension
-            number //= max(len(target), 1)
+        found = torch.as_tensor(target) if isinstance(target, np.ndarray) else target
+        number = found.numel() if isinstance(found, Tensor) else 1
+        if _is_share(found) and found.ndim:  # of each class, in the first dimension
+            number //= max(len(found), 1)
         return number if self.class_weights is None else number * float(self.class_weights.max())
 
 
@@ -123,7 +123,7 @@ def _of_classes(module: Any) -> SummedLoss:
         is_counted = targets != ignored
         if weights is None:
             return total, is_counted.sum()
-        of_targets = weights[torch.where(is_counted, targets, 0)]
+        of_targets = weights[torch.where(is_counted, targets, 0).long()]
         return total, (of_targets * is_counted).sum()
 
     return SummedLoss(

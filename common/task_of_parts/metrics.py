@@ -78,7 +78,7 @@ def _fitting(loss: SummedLoss) -> dict[str, SummedMetric]:
         is_right = is_right & is_counted
         if loss.class_weights is None:
             return is_right.sum()
-        weights = loss.class_weights[targets.where(is_counted, targets.new_zeros(()))]
+        weights = loss.class_weights[targets.where(is_counted, targets.new_zeros(())).long()]
         return (is_right * weights).sum()
 
     def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

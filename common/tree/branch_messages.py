@@ -29,6 +29,7 @@ from headwater.common.messages import (
     Natural,
     NotNegative,
     Plan,
+    Unused,
     UpdateReport,
     WireMessage,
 )
@@ -40,6 +41,7 @@ MEMBERS, TRAIN_BRANCH, EVALUATE_BRANCH = "members", "train.branch", "evaluate.br
 MAX_MEMBERS = 10_000
 """The devices of one aggregator: their packed plans fit in a frame of the stream."""
 MAX_MEMBERS_BYTES = MAX_MEMBERS * 4096
+MAX_REFUSAL_CHARACTERS = 300
 MAX_PACKED_BYTES = 16 << 20
 MAX_TENSORS = 2**20
 # Bytes of JSON: of a tensor's scale, of a sum beside the model's, and of all but the reports.
@@ -167,7 +169,8 @@ class Refusal(WireMessage):
     def of(cls, error: HeadwaterError) -> Refusal:
         """Return what may travel of an error."""
         code, text = travelling(error)
-        return cls(code=code[:100], text=text[:2000])
+        # What stands before a colon in quotes would count as a key of the answer.
+        return cls(code=code[:100], text=text[:MAX_REFUSAL_CHARACTERS].replace('"', "'"))
 
     @property
     def error(self) -> HeadwaterError:
@@ -198,6 +201,7 @@ class BranchAnswer(WireMessage):
         default_factory=dict, description="in the order in which they follow the model's sum"
     )
     reports: Annotated[tuple[UpdateReport, ...], Field(max_length=MAX_MEMBERS)]
+    unused: Unused = Field(description="what no update's losses used; no report says it again")
     norms: dict[Name, NotNegative]
     outliers: tuple[Name, ...]
     clip_bits: tuple[Literal[0, 1], ...]
@@ -240,17 +244,17 @@ def unpacked(text: str, *, max_bytes: int = MAX_PACKED_BYTES) -> bytes:
 
 def answer_bytes(plans: Mapping[str, Plan], *, num_tensors: int, sums: Mapping[str, SumOf]) -> int:
     """Return the most bytes, beside the model's sum, in which a branch may answer these plans."""
-    room = sum(REPORT_BYTES + STEP_BYTES * _num_steps(plan) for plan in plans.values())
+    room = sum(REPORT_BYTES + STEP_BYTES * num_steps(plan) for plan in plans.values())
     extra = sum(8 * one.length + SUM_BYTES for one in sums.values())
     return ANSWER_BYTES + num_tensors * TENSOR_BYTES + room + extra
 
 
 def answer_keys(plans: Mapping[str, Plan], *, num_sums: int) -> int:
     """Return the most keys of JSON in a branch's answer: each that is none of ours costs memory."""
-    room = sum(REPORT_KEYS + STEP_KEYS * _num_steps(plan) for plan in plans.values())
+    room = sum(REPORT_KEYS + STEP_KEYS * num_steps(plan) for plan in plans.values())
     return ANSWER_KEYS + REPORT_KEYS * num_sums + room
 
 
-def _num_steps(plan: Plan) -> int:
+def num_steps(plan: Plan) -> int:
     """Return the most steps of a plan's report, as many as a message has room for."""
     return min(plan.max_windows * (plan.max_examples + 1), MAX_REPLY_HEAD_BYTES // STEP_BYTES)

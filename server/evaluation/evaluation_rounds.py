@@ -34,6 +34,7 @@ from headwater.common.messages import MAX_STEPS, Plan, UpdateReport
 from headwater.common.system.atomic_file import atomic_writer
 from headwater.common.wording import counted
 from headwater.server.aggregation.round_reports import RoundSum
+from headwater.server.evaluation.admission import check_told
 from headwater.server.evaluation.device_spread import compared, spread_of, why_none
 from headwater.server.evaluation.result_table import FILE, summary
 from headwater.server.evaluation.settings_check import check_settings
@@ -122,11 +123,14 @@ class EvaluationRounds(RunFeature):
 
         Raises:
             EmptyDataset: no device holds examples out.
-            CorruptUpdate: no examples have such sums.
+            CorruptUpdate: no examples have such sums, or they are not those that were reported.
         """
+        models = [self.model, *([] if self.other is None else [self.other])]
+        if not self._is_masked:  # an aggregator's sums come beside its devices' reports
+            check_told(done.sums, [*opened.accepted.values()], num_models=len(models))
         tested = result_of(
             done.sums,
-            [self.model, *([] if self.other is None else [self.other])],
+            models,
             self._measures,
             names=self._metric_names(opened, done),
             num_devices=len(done.names),

@@ -242,7 +242,7 @@ def left_out(row: RoundRow) -> str:
     if devices:
         text += f", and {counted(devices, 'slow device')}"
     if row.num_outliers:
-        text += f"; {counted(row.num_outliers, 'update')} beyond the norm"
+        text += f"; {counted(row.num_outliers, 'device')} far beyond the others"
     if row.num_clipped:
         text += f"; {counted(row.num_clipped, 'masked number')} clipped"
     return text

@@ -156,7 +156,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
             f"{last['seconds']:.3g} s"
         )
         if last.get("num_outliers"):
-            parts.append(f"{counted(last['num_outliers'], 'update')} of it beyond the norm")
+            parts.append(f"{counted(last['num_outliers'], 'device')} far beyond the others")
     parts += status_lines(status)
     if status["history_failures"]:
         failures = counted(status["history_failures"], "write")

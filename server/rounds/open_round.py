@@ -362,7 +362,7 @@ class OpenRound:
         self._told_norms |= branch.norms
         self.outliers += branch.outliers
         self.accepted.add(*branch.reports)
-        self._unused += [report.unused for report in branch.reports]
+        self._unused.append(branch.unused)
         self.clip_bits += branch.clip_bits
 
     def _limits_of_branch(self, branch: BranchSum) -> tuple[Sequence[float], bool]:
@@ -403,11 +403,13 @@ class OpenRound:
 
     def branch_sum(self, name: str) -> BranchSum:
         """Return this round as the answer of the aggregator that ran it."""
+        total = self._total.part()
         return BranchSum(
             name=name,
-            total=self._total.part(),
+            total=total,
             extra={} if self.extra is None else self.extra.parts(),
             reports=tuple(chain(self.accepted.single, *self.accepted.blocks)),
+            unused=[at for at in self.unused if at < len(total.peaks)],
             norms=self.norms,
             outliers=self.outliers,
             clip_bits=self.clip_bits,

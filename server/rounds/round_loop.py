@@ -447,17 +447,21 @@ def _train(training: Training, fleet: Fleet, opened: OpenRound, watch: Stopwatch
 
 
 def _raise_common_fault(opened: OpenRound) -> None:
-    """Raise a fault of the task, or of a feature, that kept every client from answering.
+    """Raise a fault of the task, or of a feature, that every client of the round has.
 
-    It ends the run: the next round would meet it again.
+    It ends the run: the next round would meet it again. One client's word ends nothing: others that
+    were merely late or away may answer the next round.
 
     Raises:
-        TaskError, FeatureMissing: no client answered, and this is the first client's error.
+        TaskError, FeatureMissing: it is the first client's error, with its name.
     """
-    if not opened.accepted and not opened.ready:
-        for error in opened.refused.values():
-            if isinstance(error, TaskError | FeatureMissing):
-                raise error
+    refused = opened.refused
+    if opened.accepted or opened.ready or not opened.plans.keys() <= refused.keys():
+        return
+    if all(isinstance(error, TaskError | FeatureMissing) for error in refused.values()):
+        name, error = next(iter(refused.items()), (None, None))
+        if error is not None:
+            raise type(error)(f"{name}: {error.message}", remedy=error.remedy) from error
 
 
 def _evaluate(

@@ -147,7 +147,8 @@ class RoundRow:
     clip_share: float | None = None
     # Clients that claimed more than was believed, and those that were left out.
     num_bounded: int = 0
-    # Plain updates whose norm was beyond the limit: clipped, refused or kept, as set.
+    # Plain updates whose norm was beyond the limit (clipped, refused or kept, as set), or whose
+    # figures were far beyond the others' (in no mean).
     num_outliers: int = 0
     # Clients whose quotas were below plan.least_share of an even share.
     below_share: Sequence[str] = ()

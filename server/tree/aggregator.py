@@ -8,13 +8,15 @@ among branches; it differs only where a sum had to be shifted (``aggregation.coh
 
 from __future__ import annotations
 
-from headwater.common.errors import LateUpdate
+from headwater.common.errors import LateUpdate, OversizeUpdate
 from headwater.common.flower.sent_model import SentModel
+from headwater.common.messages import Update
 from headwater.common.model.parameters import ModelImage
 from headwater.server.aggregation.cohort_sum import CohortSum
 from headwater.server.aggregation.extra_sums import ExtraSums
 from headwater.server.fleet import BranchOrder, BranchSum, Fleet
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.tree.branch_wire import check_report
 
 
 class Aggregator:
@@ -54,6 +56,12 @@ class Aggregator:
         )
         try:
             for answer in answers:
+                if isinstance(answer, Update) and (plan := order.plans.get(answer.name)):
+                    try:
+                        check_report(answer.report, plan)
+                    except OversizeUpdate as error:
+                        opened.refuse_answer(answer.name, error)
+                        continue
                 opened.take(answer)
         except LateUpdate as late:
             for name in order.plans.keys() - opened.accepted.keys() - opened.refused.keys():

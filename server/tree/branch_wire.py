@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,20 @@ from headwater.common.errors import (
     SettingsError,
 )
 from headwater.common.flower.records import MAX_HEAD_CHARACTERS, SHORTER_TERMS
-from headwater.common.messages import MAX_FAULTS, EvaluateReport, Plan, UpdateReport
+from headwater.common.messages import (
+    MAX_FAULTS,
+    STEP_BYTES,
+    EvaluateReport,
+    Plan,
+    UpdateReport,
+)
 from headwater.common.model.layout import ModelLayout
 from headwater.common.terms import SumOf
 from headwater.common.tree.branch_messages import (
+    MAX_REFUSAL_CHARACTERS,
+    REPORT_BYTES,
+    REPORT_KEYS,
+    STEP_KEYS,
     BranchAnswer,
     BranchEvaluation,
     BranchHead,
@@ -39,6 +49,7 @@ from headwater.common.tree.branch_messages import (
     SumRules,
     answer_bytes,
     answer_keys,
+    num_steps,
     packed,
 )
 from headwater.common.wording import counted
@@ -50,7 +61,6 @@ from headwater.server.fleet import BranchOrder, BranchSum, Dropout, UpdateRules
 DataT = TypeVar("DataT", bound=BaseModel)
 BranchOrders = Callable[[Mapping[str, Plan]], BranchOrder]
 """Returns the order for a part of the open round's plans."""
-MAX_REFUSAL_CHARACTERS = 300
 KEY = re.compile(rb'"\s*:')
 AGAIN = " (again)"  # a second update of a device, in a round's refusals
 
@@ -136,7 +146,8 @@ def sum_payload(branch: BranchSum) -> tuple[BranchHead, bytes]:
         bounds=total.bounds,
         num_shifts=total.num_shifts,
         extra={key: _told(part) for key, part in branch.extra.items()},
-        reports=tuple(cast(Iterable[UpdateReport], branch.reports)),
+        reports=tuple(_without_unused(report) for report in branch.reports),
+        unused=tuple(branch.unused),
         norms=dict(branch.norms),
         outliers=tuple(branch.outliers),
         clip_bits=tuple(branch.clip_bits),
@@ -201,6 +212,8 @@ def read_sum(
     named = {*reported, *answer.norms, *answer.outliers}
     named |= {name.removesuffix(AGAIN) for name in answer.refused}
     _check_named(head.name, named, plans)
+    if len(answer.outliers) > len(set(answer.outliers)):
+        raise CorruptUpdate(f"{head.name}: a device is twice among those beyond the norm's limit")
     if len(answer.clip_bits) > len(reported):
         raise CorruptUpdate(f"{head.name}: more bits on the clip norm than updates")
     if answer.extra.keys() != asked.keys():
@@ -220,6 +233,7 @@ def read_sum(
             for (key, told), own in zip(answer.extra.items(), extra, strict=True)
         },
         reports=answer.reports,
+        unused=answer.unused,
         norms=answer.norms,
         outliers=answer.outliers,
         clip_bits=answer.clip_bits,
@@ -280,6 +294,31 @@ def replies_needed(sizes: Iterable[int], num_needed: int) -> int:
         if total >= num_needed:
             return number if num_needed else 0
     return num_needed
+
+
+def check_report(report: UpdateReport | EvaluateReport, plan: Plan) -> None:
+    """Check that a device's report fits its part of its aggregator's answer.
+
+    Else the answer would be refused, and with it all other devices of the branch.
+
+    Raises:
+        OversizeUpdate: it does not.
+    """
+    if isinstance(report, UpdateReport):
+        report = _without_unused(report)
+    text, steps = _json(report), num_steps(plan)
+    num_keys, most_keys = len(KEY.findall(text)), REPORT_KEYS + STEP_KEYS * steps
+    most_bytes = REPORT_BYTES + STEP_BYTES * steps
+    if len(text) > most_bytes or num_keys > most_keys:
+        raise OversizeUpdate(
+            f"{report.name}: a report of {len(text):,} bytes with {counted(num_keys, 'key')}, "
+            f"expected up to {most_bytes:,} and {most_keys:,}",
+            remedy="fewer metrics, of shorter names",
+        )
+
+
+def _without_unused(report: UpdateReport) -> UpdateReport:
+    return report.model_copy(update={"unused": ()}) if report.unused else report
 
 
 def _json(data: BaseModel) -> bytes:

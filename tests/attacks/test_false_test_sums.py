@@ -19,7 +19,7 @@ from headwater.common.evaluation.terms import (
     in_two,
 )
 from headwater.common.messages import Update, UpdateReport
-from headwater.server.evaluation.admission import admit
+from headwater.server.evaluation.admission import admit, check_told
 
 DIGEST = "0" * 64
 TERMS = EvaluationTerms(model=DIGEST, measures=DIGEST)
@@ -78,3 +78,15 @@ def test_other_sums_are_refused_with_the_device_s_name(changes: dict[int, float]
 def test_two_models_are_tested_on_the_same_number_of_examples() -> None:
     with pytest.raises(CorruptUpdate, match="d: the sums"):
         admit(update({}, {NUM_EXAMPLES: 23.0}), BOTH)
+
+
+@pytest.mark.parametrize("added", [0.0, 1.0, 1e6])
+def test_an_aggregator_s_sums_are_those_of_its_devices_reports(added: float) -> None:
+    one, two = update({}), update({FIRST_METRIC: 20.0 + added})
+    sums = {key: one.sums[key] + two.sums[key] for key in (HIGH, LOW)}
+    reports = [one.report, two.report]
+    if not added:
+        check_told(sums, reports, num_models=1)
+        return
+    with pytest.raises(CorruptUpdate, match="not those of the devices' reports"):
+        check_told(sums, reports, num_models=1)

@@ -24,6 +24,9 @@ from headwater.common.errors import (
     TaskError,
 )
 from headwater.common.evaluation.measures import Measures
+from headwater.common.evaluation.terms import FIRST_METRIC, LOW
+from headwater.server.aggregation.cohort_sum import PartialSum
+from headwater.server.aggregation.extra_sums import ExtraSums
 from headwater.server.evaluation import command
 from headwater.server.evaluation.command import TestOrder
 from headwater.server.evaluation.result_table import as_table, read_result, summary
@@ -371,6 +374,21 @@ def test_a_device_that_lies_ends_the_test_by_name(
     monkeypatch.setattr(Measures, "add", add)
     with pytest.raises(CorruptUpdate, match="no predictions have such sums"):
         result_of(tmp_path, runs / "late", **masks)
+
+
+def test_an_aggregator_that_lies_about_a_test_ends_it(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = ExtraSums.parts
+
+    def more_right(self: ExtraSums) -> dict[str, PartialSum]:
+        parts = honest(self)
+        parts[LOW].integers_P[FIRST_METRIC] += 3 << 32
+        return parts
+
+    monkeypatch.setattr(ExtraSums, "parts", more_right)
+    with pytest.raises(CorruptUpdate, match="not those of the devices' reports"):
+        result_of(tmp_path, runs / "late", settings={"simulation.aggregators": 2})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import headwater
 from headwater.common.errors import HeadwaterError, TaskError
@@ -62,6 +62,7 @@ Case = tuple[Callable[[], nn.Module], Any, Tensor]
 CASES: dict[str, Case] = {
     "classes": (SCORES, nn.CrossEntropyLoss(), labels(N)),
     "class weights": (SCORES, nn.CrossEntropyLoss(weight=WEIGHTS), labels(N)),
+    "bytes with class weights": (SCORES, nn.CrossEntropyLoss(weight=WEIGHTS), labels(N).byte()),
     "ignored": (SCORES, nn.CrossEntropyLoss(), labels(N, with_ignored=True)),
     "another ignored": (SCORES, nn.CrossEntropyLoss(ignore_index=2), labels(N)),
     "smoothed": (SCORES, nn.CrossEntropyLoss(label_smoothing=0.1), labels(N)),
@@ -184,6 +185,7 @@ def test_five_lines_train_and_test_a_classifier() -> None:
         ("ignored", None, {"accuracy"}),
         ("another ignored", None, {"accuracy"}),
         ("class weights", None, {"weighted_accuracy"}),
+        ("bytes with class weights", None, {"weighted_accuracy"}),
     ],
 )
 def test_metrics_are_what_they_say(name: str, asked: Any, expected: set[str]) -> None:
@@ -201,7 +203,8 @@ def test_metrics_are_what_they_say(name: str, asked: Any, expected: set[str]) ->
         "mse": lambda: (outputs - targets).square().mean(),
         "accuracy": lambda: (outputs.argmax(1) == targets)[counts].sum() / counts.sum(),
         "weighted_accuracy": lambda: (
-            ((outputs.argmax(1) == targets) * WEIGHTS[targets]).sum() / WEIGHTS[targets].sum()
+            ((outputs.argmax(1) == targets) * WEIGHTS[targets.long()]).sum()
+            / WEIGHTS[targets.long()].sum()
         ),
     }
     for metric, total in sums.items():
@@ -229,6 +232,32 @@ def test_sequences_are_examples_where_there_are_more_of_them_than_clients() -> N
     assert run.history[0].num_examples == N
 
 
+class Tagged(Dataset[Any]):
+    """Sentences with a tag for each token, as arrays of numpy's."""
+
+    def __init__(self) -> None:
+        self.inputs, self.tags = numbers(N, 6).numpy(), labels(N, TOKENS).numpy()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, at: int) -> Any:
+        return self.inputs[at], self.tags[at]
+
+
+def test_tags_as_arrays_are_as_tags_as_tensors() -> None:
+    data = Tagged()
+    whole = TensorDataset(torch.from_numpy(data.inputs), torch.from_numpy(data.tags))
+    runs = [
+        headwater.simulate(
+            model=PerToken, examples=one, loss=nn.CrossEntropyLoss(), clients=3, rounds=2
+        )
+        for one in (data, whole)
+    ]
+    assert [row.loss for row in runs[0].history] == [row.loss for row in runs[1].history]
+    assert runs[0].history[0].weight == N * TOKENS
+
+
 CLASSES_OF_ALL = TensorDataset(numbers(N, 6), labels(N))
 
 
@@ -243,6 +272,7 @@ CLASSES_OF_ALL = TensorDataset(numbers(N, 6), labels(N))
         ({"examples": [arrays(3), arrays(9)]}, "2 pairs of arrays of unlike lengths"),
         ({"examples": [arrays(4), arrays(4)]}, "2 pairs of arrays, and there are 3 clients"),
         ({"examples": [{"x": numbers(6), "y": 1}] * N}, "an example is a dict"),
+        ({"examples": TensorDataset(numbers(N, 6), labels(N).float())}, "Float"),
         ({"loss": None}, "nor loss"),
         ({"task": "my_task.py:Mine"}, "beside it"),
     ],

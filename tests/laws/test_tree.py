@@ -162,6 +162,27 @@ def test_an_aggregator_that_must_end_early_sends_the_sum_of_what_it_has() -> Non
     assert np.array_equal(done.total.integers_P, both.integers_P)
 
 
+def test_a_report_too_long_for_an_aggregator_costs_its_device_the_round_alone() -> None:
+    root = opened(3)
+    sent = BranchOrder(plans=order(["a", "b"]), scale_bits=root.scale_bits, rules=UpdateRules())
+    vectors = updates(2)
+    long, short = branch().reports
+    long = long.model_copy(
+        update={"metric_sums": {f"{at:02}" + '":' * 31: 1.0 for at in range(48)}}
+    )
+    answers = [
+        Update(values_P=vector, report=one)
+        for vector, one in zip(vectors, (long, short), strict=True)
+    ]
+    fleet = cast(Fleet, Interrupted(answers))
+    image = build_model(TwoLayers(), seed=0)
+    done = Aggregator("north", fleet, image).train(sent, image, num_needed=0, timeout_seconds=None)
+    assert [report.name for report in done.reports] == ["b"]
+    assert {name: error.code for name, error in done.refused.items()} == {"a": "OversizeUpdate"}
+    alone = part_of(root.scale_bits, vectors[1:])
+    assert np.array_equal(done.total.integers_P, alone.integers_P)
+
+
 # An aggregator that is wrong, or lies.
 
 
@@ -194,6 +215,7 @@ def branch(**changes: Any) -> BranchSum:
         name="aggregator 0",
         total=part,
         reports=reports,
+        unused=(),
         norms={"a": 1.0, "b": 1.0},
         outliers=(),
         clip_bits=(),

@@ -105,3 +105,15 @@ class Ragged(Regression):
 
     def loss_sum(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
         return model(batch[:, :1].expand(-1, 5)).square().sum(), len(batch)
+
+
+class Nested(Ragged):
+    """The same, which a collate puts into one nested tensor."""
+
+    def collate(self, examples: list[Tensor]) -> Tensor:
+        nested: Tensor = torch.nested.nested_tensor(examples)
+        return nested
+
+    def loss_sum(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+        first = torch.stack([one[:1].expand(5) for one in batch.unbind()])
+        return model(first).square().sum(), len(first)

@@ -91,6 +91,10 @@ def test_examples_of_unequal_shapes_without_a_collate_are_named() -> None:
     assert "collate" in one.value.remedy
 
 
+def test_examples_in_one_nested_tensor_pass() -> None:
+    assert checked(f"{REGRESSION}:Nested") == ()
+
+
 def test_a_nan_is_the_same_as_a_nan_and_containers_are_compared_within() -> None:
     one = {"x": [torch.tensor([1.0, torch.nan]), float("nan")], "y": (None, "text")}
     other = {"x": [torch.tensor([1.0, torch.nan]), float("nan")], "y": (None, "text")}

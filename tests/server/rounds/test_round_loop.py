@@ -25,6 +25,7 @@ from headwater.common.errors import (
     NothingSummed,
     RoundAborted,
     SettingsError,
+    TaskError,
     TooFewClients,
     UnexpectedUpdate,
 )
@@ -152,6 +153,36 @@ def test_a_hostile_update_is_refused_by_name_and_the_other_updates_count(
     for row, other in zip(rows, others, strict=True):
         assert f"{error.__name__}: " in {**row.left_out, **row.refused}["1"]
         assert (row.weight, row.loss, row.num_clients) == (other.weight, other.loss, 2)
+
+
+def faulty(*names: str, late: str = "") -> Tamper:
+    """Let these devices say that the task is at fault, and one be late."""
+
+    def tamper(answer: Answer) -> Iterator[Answer]:
+        name = name_of(answer)
+        if name in names:
+            yield Dropout(name=name, error=TaskError("the device keeps the details"))
+        elif name != late:
+            yield answer
+
+    return tamper
+
+
+def test_a_task_s_fault_on_every_device_ends_the_run_with_a_device_s_name() -> None:
+    with pytest.raises(TaskError, match="0: the device keeps the details"):
+        trained(chosen(), faulty("0", "1", "2"))
+
+
+@pytest.mark.parametrize("late", ["", "2"], ids=["the other answers", "the other is late"])
+def test_one_device_s_word_on_the_task_ends_no_run(late: str) -> None:
+    """Who else was asked may answer the next round; a round of nobody counts as aborted."""
+    settings = chosen(rounds=1, cohort={"max_aborted_rounds": 1, "min_clients": 1})
+    if not late:
+        _, rows = trained(settings, faulty("0", "1"))
+        assert rows[0].num_clients == 1
+        return
+    with pytest.raises(TooFewClients, match="TaskError"):
+        trained(settings, faulty("0", "1", late=late))
 
 
 def test_with_dataset_weighting_an_update_has_the_weight_of_its_device_s_examples() -> None:

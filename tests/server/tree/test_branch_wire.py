@@ -6,6 +6,7 @@ import base64
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.common.errors import ConnectionLost, CorruptUpdate, SettingsError
-from headwater.common.messages import Plan, Step, Update, UpdateReport
+from headwater.common.errors import ConnectionLost, CorruptUpdate, OversizeUpdate, SettingsError
+from headwater.common.messages import MAX_UNUSED, Plan, Step, Update, UpdateReport
 from headwater.common.model.parameters import build_model
 from headwater.common.sums.tensor_field import Values
 from headwater.common.terms import SumOf, Terms, register
@@ -35,6 +36,7 @@ from headwater.server.fleet import BranchOrder, BranchSum, Dropout, UpdateRules
 from headwater.server.rounds.open_round import OpenRound
 from headwater.server.tree.branch_wire import (
     branch_plans,
+    check_report,
     order_in,
     read_sum,
     replies_needed,
@@ -83,17 +85,17 @@ def order(plans: Mapping[str, Plan], *, watch: NormWatch | None = None) -> Branc
     )
 
 
+def in_a_branch(plans: Mapping[str, Plan]) -> OpenRound:
+    """Return the round that an aggregator opens for these plans."""
+    total = CohortSum(LAYOUT)
+    total.open_part(order(plans).scale_bits)
+    rules = UpdateRules(norm_watch=NormWatch(multiple=100.0))
+    return OpenRound(plans=plans, total=total, rules=rules, owned={})
+
+
 def summed(plans: Mapping[str, Plan], names: Sequence[str], *, seed: int = 0) -> BranchSum:
     """Return the sum of an aggregator that got updates of these devices; of the others, none."""
-    given_order = order(plans)
-    total = CohortSum(LAYOUT)
-    total.open_part(given_order.scale_bits)
-    opened = OpenRound(
-        plans=plans,
-        total=total,
-        rules=UpdateRules(norm_watch=NormWatch(multiple=100.0)),
-        owned={},
-    )
+    opened = in_a_branch(plans)
     random = torch.Generator().manual_seed(seed)
     for name in plans:
         if name in names:
@@ -118,6 +120,58 @@ def test_a_branch_s_sum_is_the_same_behind_the_wire(names: set[str], seed: int) 
     assert {name: str(error) for name, error in found.refused.items()} == {
         name: f"{name} left" for name in "abcd" if name not in names
     }
+
+
+def test_what_no_loss_used_is_said_once_for_a_branch_and_of_the_model_s_tensors() -> None:
+    plans, opened = plans_of("a", "b"), in_a_branch(plans_of("a", "b"))
+    for name, unused in (("a", (1, 3, 10**6)), ("b", (0, 1, 3, 10**6))):
+        told = report(name).model_copy(update={"unused": unused})
+        opened.take(Update(values_P=torch.zeros(SIZE), report=told))
+    found = read_sum(*sum_payload(opened.branch_sum("north")), plans, LAYOUT)
+    assert found.unused == (1, 3)
+    assert [one.unused for one in found.reports] == [(), ()]
+
+
+LONG_NAMES = {f"{at:02}" + '":' * 31: 1.0 for at in range(48)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"unused": tuple(range(MAX_UNUSED))}, True),
+        ({"metric_sums": {f"{at:02}" + "m" * 62: 1 / 3 for at in range(48)}}, True),
+        ({"metric_sums": LONG_NAMES}, False),  # each of them counts as 32 keys
+        ({"metric_sums": {f"{at:02}" + "\0" * 62: 1 / 3 for at in range(48)}}, False),
+    ],
+)
+def test_a_report_that_would_cost_its_branch_the_round_is_its_device_s_fault(
+    changes: dict[str, Any], fits: bool
+) -> None:
+    plans = plans_of("a", "b")
+    told = report("a").model_copy(update=changes)
+    if fits:
+        check_report(told, plans["a"])
+        return
+    with pytest.raises(OversizeUpdate, match="a: a report of"):
+        check_report(told, plans["a"])
+
+
+def test_what_devices_say_of_their_faults_fits_into_their_branch_s_answer() -> None:
+    """Each quote before a colon would count as a key of the answer."""
+    plans = plans_of(*(f"device-{at}" for at in range(40)))
+    opened = in_a_branch(plans)
+    for name in plans:
+        opened.take(Dropout(name=name, error=ConnectionLost('":' * 5000)))
+    head, vector = sum_payload(opened.branch_sum("north"))
+    beside = len(vector) - head.sum_bytes
+    assert beside <= answer_bytes(plans, num_tensors=len(LAYOUT.spans), sums={})
+    assert read_sum(head, vector, plans, LAYOUT).refused.keys() == plans.keys()
+
+
+def test_a_device_is_once_among_those_beyond_the_norm() -> None:
+    sent = replace(summed(plans_of("a", "b"), ["a"]), outliers=("b", "b"))
+    with pytest.raises(CorruptUpdate, match="a device is twice"):
+        read_sum(*sum_payload(sent), plans_of("a", "b"), LAYOUT)
 
 
 @pytest.mark.parametrize("watch", [None, NormWatch(multiple=3.5, largest_median=1e-300)])
@@ -240,6 +294,7 @@ def test_the_longest_answer_fits_in_the_bytes_that_are_expected(number: int, quo
         peaks=sent.total.peaks,
         bounds=sent.total.bounds,
         num_shifts=0,
+        unused=tuple(range(10**6, 10**6 + len(LAYOUT.spans))),
         reports=reports,
         norms=dict.fromkeys(plans, 1.2345678901234567e99),
         outliers=tuple(plans),
