@@ -32,7 +32,7 @@ from headwater.common.evaluation.terms import (
 )
 from headwater.common.messages import MAX_STEPS, Plan, UpdateReport
 from headwater.common.system.atomic_file import atomic_writer
-from headwater.common.wording import counted
+from headwater.common.wording import counted, names_text
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.evaluation.admission import check_told
 from headwater.server.evaluation.device_spread import compared, spread_of, why_none
@@ -110,11 +110,12 @@ class EvaluationRounds(RunFeature):
                 f"none of {counted(len(refused), 'device')} holds examples out: {refused[0]}",
                 remedy="raise --test-fraction; 1 tests on all examples of the devices",
             )
-        again = sum(isinstance(one, UpdateAlreadyMasked) for one in refused)
+        again = [n for n, e in opened.refused.items() if isinstance(e, UpdateAlreadyMasked)]
         if again and len(opened.ready) < self._run.settings.num_clients_needed:
             raise UpdateAlreadyMasked(
-                f"{counted(again, 'device')} masked these examples before, in a test of this "
-                "model: two sums of them would show the devices that are in only one",
+                f"{counted(len(again), 'device')} masked these examples before, in a test of this "
+                "model: two sums of them would show the devices that are in only one ("
+                f"{names_text(again, len(again))})",
                 remedy="use the result of that test, or test another model",
             )
 

@@ -34,7 +34,7 @@ from headwater.common.statistics.terms import (
 )
 from headwater.common.system.atomic_file import atomic_writer
 from headwater.common.terms import Terms, named
-from headwater.common.wording import counted
+from headwater.common.wording import counted, names_text
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.planning.features import DraftPlans
 from headwater.server.rounds.features import Opening, RunFeature, RunState
@@ -136,15 +136,15 @@ class StatisticsRounds(RunFeature):
             UpdateAlreadyMasked: some have refused the last plans.
         """
         asked = {} if self._asked is None else self._asked.refused
-        refused = [error for error in asked.values() if isinstance(error, UpdateAlreadyMasked)]
-        if refused:
+        names = [n for n, error in asked.items() if isinstance(error, UpdateAlreadyMasked)]
+        if names:
             raise UpdateAlreadyMasked(
-                f"{counted(len(refused), 'device')} masked these statistics before, in a session "
+                f"{counted(len(names), 'device')} masked these statistics before, in a session "
                 "of this run that was aborted, or in another run; two sums of them would show the "
-                "devices that are in only one",
+                f"devices that are in only one ({names_text(names, len(names))})",
                 remedy="go on with the run that has them (--resume); or measure other columns, as "
                 "with another num_bins of a Moments in the task's file on both sides; or train "
-                "without --statistics",
+                "without --statistics; a device that says so in a new run lies: revoke it",
             )
 
     def committed(self, done: RoundSum) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AsyncExitStack
 from functools import lru_cache, partial
 
 from headwater.common.flower.sent_model import ModelDifference
@@ -18,8 +19,10 @@ from headwater.server.transport.session import DeviceInstruction, DeviceSession,
 
 GRPC_FRAME_BYTES = 5
 CACHED_CHUNKS = 4
-# Chunks of models that may wait inside gRPC at once, over all devices.
-MAX_CHUNKS_IN_FLIGHT = 32
+# Chunks of models that may wait inside gRPC at once, over all devices; and those of devices that
+# read slowly, which hold no other device up.
+MAX_CHUNKS_IN_FLIGHT, MAX_SLOW_CHUNKS = 32, 256
+SLOW_AFTER_SECONDS = 3.0
 
 
 class Downloads:
@@ -31,6 +34,7 @@ class Downloads:
         """The models of the open instructions with their digests, by the identity of the memory."""
         self._frozen: tuple[str, memoryview] | None = None
         self._in_flight = asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
+        self._slow = asyncio.Semaphore(MAX_SLOW_CHUNKS)
         self._frame = lru_cache(maxsize=CACHED_CHUNKS)(self._make_frame)
 
     def send(self, session: DeviceSession, frame: ServerFrame) -> None:
@@ -231,11 +235,25 @@ class Downloads:
             await self._write_receipts(session, stream)
             if not session.awaits(instruction) or session.stream is not stream:
                 return False
-            session.sending_since = None  # waiting for the semaphore is not this device's fault
+            await self._write_in_turn(session, stream, partial(frame, offset))
+        return True
+
+    async def _write_in_turn(
+        self, session: DeviceSession, stream: Stream, frame: Callable[[], bytes]
+    ) -> None:
+        """Write a chunk when there is a place; one that takes long leaves it to other devices."""
+        session.sending_since = None  # waiting for a place is not this device's fault
+        async with AsyncExitStack() as at_end:
             async with self._in_flight:
                 session.sending_since = time.monotonic()
-                await self._write_bytes(stream, frame(offset), session)
-        return True
+                writing = asyncio.create_task(self._write_bytes(stream, frame(), session))
+                at_end.callback(writing.cancel)
+                await asyncio.wait({writing}, timeout=SLOW_AFTER_SECONDS)
+                if self._slow.locked():  # memory for no more of them
+                    await writing
+            if not writing.done():
+                await at_end.enter_async_context(self._slow)
+            await writing
 
     def _make_frame(self, image_id: str, offset: int) -> bytes:
         images = [*self._images.values(), *([] if self._frozen is None else [self._frozen])]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from headwater.common.flower.sent_model import FindDifference
-from headwater.server.transport.downloads import Downloads
+from headwater.common.transport.limits import CHUNK_BYTES, SMALL_IMAGE_BYTES
+from headwater.server.transport import downloads as module
+from headwater.server.transport.downloads import MAX_CHUNKS_IN_FLIGHT, Downloads
 from headwater.server.transport.session import DeviceInstruction, DeviceSession
 
 
@@ -38,6 +42,47 @@ def test_an_instruction_that_is_cancelled_while_its_difference_is_computed_is_no
         return stream.written
 
     assert asyncio.run(sent()) == []
+
+
+class ReadsNothing(SentBytes):
+    """A stream whose device reads the announcement, and no chunk."""
+
+    async def write(self, data: bytes) -> None:
+        await super().write(data)
+        if len(data) > SMALL_IMAGE_BYTES:
+            await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_devices_that_read_nothing_hold_no_other_device_up(
+    monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """As many as there is memory for; with one more the others wait, and memory is bounded."""
+    monkeypatch.setattr(module, "SLOW_AFTER_SECONDS", 0.001)
+    monkeypatch.setattr(module, "MAX_SLOW_CHUNKS", 40)
+
+    async def is_sent() -> bool:
+        downloads, model = Downloads(), bytearray(3 * CHUNK_BYTES)
+        plan = instruction(model, None)
+        await downloads.set_models([plan], earlier=[])
+        slow = [ReadsNothing() for _ in range(40 + more * MAX_CHUNKS_IN_FLIGHT)]
+        fast = SentBytes()
+        tasks = []
+        for number, stream in enumerate([*slow, fast]):
+            session = DeviceSession(name=str(number), node_id=number, token=b"", stream=stream)
+            session.instruction = plan
+            downloads.send_instruction(session, plan)
+            tasks.append(asyncio.create_task(session.outbox.get_nowait()()))
+            if stream is not fast:
+                await asyncio.sleep(0)
+        done, left = await asyncio.wait({tasks[-1]}, timeout=1.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(left) + len(done) == 1
+        return sum(map(len, fast.written)) > len(model)
+
+    assert asyncio.run(is_sent()) is not bool(more)
 
 
 def instruction(model: bytearray, difference_from: FindDifference | None) -> DeviceInstruction:
