@@ -1,13 +1,16 @@
-"""``backward`` adds the gradients that ``Tensor.backward`` adds, to the bit."""
+"""``backward`` adds the gradients of ``Tensor.backward``, to the bit; each pass draws its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import headwater
 from headwater.client.training import gradient_pass
 from headwater.client.training.gradient_pass import InvalidGradients, backward
 
@@ -28,6 +31,42 @@ def loss_of(one: nn.Module) -> Tensor:
 
 def gradients(one: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in one.parameters()]
+
+
+class Drawn:
+    """Examples that are all alike, and the dropout that each pass draws for them."""
+
+    def __init__(self) -> None:
+        self.masks: list[tuple[int, ...]] = []
+
+    def new_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 64, bias=False), nn.Dropout(0.5))
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return TensorDataset(torch.ones(8, 4))
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        outputs = model(batch[0])
+        self.masks.append(tuple((outputs == 0).int().flatten().tolist()))
+        return outputs.sum(), len(outputs)
+
+
+def test_each_client_micro_batch_and_epoch_draws_dropout_of_its_own_and_again_the_same() -> None:
+    drawn = []
+    for _ in range(2):
+        task = Drawn()
+        headwater.simulate(
+            task,
+            clients=3,
+            rounds=4,
+            accumulation_steps=2,
+            micro_batch_size=2,
+            learning_rate=1e-6,
+            settings={"simulation.compute": "one-by-one"},
+        )
+        drawn.append(task.masks[-3 * 4 * 2 :])  # before them the check of the task
+    assert len({*drawn[0]}) == 3 * 4 * 2
+    assert drawn[0] == drawn[1]
 
 
 def test_its_gradients_equal_those_of_tensor_backward() -> None:
