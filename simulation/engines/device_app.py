@@ -27,6 +27,7 @@ from headwater.common.messages import Plan
 from headwater.common.secagg.protocol import PHASES
 from headwater.common.settings.schema import Settings
 from headwater.common.sums.encoded_vector import whole
+from headwater.server.flower.registration import DESCRIBE
 from headwater.simulation.engines.shared_round import SharedRound
 from headwater.simulation.fleet.faults import STAGES, TRAIN, falsifications, falsify
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec
@@ -98,6 +99,7 @@ def process_app(settings: Settings, part: int, shared_round: SharedRound) -> Cli
     inner, fleet = client_app(virtual_hardware), fleet_spec(settings)
     own_name = identities_of(settings).name(part)
     attempt = TrainAttempt()
+    described = shared_round.described(part)  # before this run was resumed
 
     def run(message: Message, context: Context, *, number: int) -> Message:
         context.node_config[SIMULATED] = True
@@ -107,7 +109,12 @@ def process_app(settings: Settings, part: int, shared_round: SharedRound) -> Cli
             return inner(message, context)
 
     def describe(message: Message, context: Context) -> Message:
-        return run(message, context, number=shared_round.number + 1)
+        nonlocal described
+        number = shared_round.number + 1
+        if message.metadata.message_type == DESCRIBE:
+            number, described = described or number, 0
+            shared_round.note_described(part, number)
+        return run(message, context, number=number)
 
     def take_part(message: Message, context: Context) -> Message:
         nonlocal attempt

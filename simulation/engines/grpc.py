@@ -58,7 +58,7 @@ def run_on_grpc(
     listen = settings.server.model_copy(update={"listen": "127.0.0.1:0"})
     settings = settings.model_copy(update={"server": listen, "threads": settings.threads or 1})
     with _client_folder(settings) as folder:
-        shared_round = SharedRound(folder / ROUND, is_new=True)
+        shared_round = SharedRound(folder / ROUND, new_for=settings.simulation.clients)
         with ClientProcesses(settings, folder) as clients:
 
             def make_grid(servicer: Servicer, may_begin: Callable[[], bool]) -> SimulatedGrpcGrid:

@@ -182,7 +182,9 @@ class SimulatedGrpcGrid(HeadwaterGrid):
         """
         states = {part: self._state_file(part).read() for part in range(self._num_devices)}
         saved = {str(FIRST_NODE_ID + part): state for part, state in states.items() if state}
-        return saved | {FLEET_STATE: {"last_round": self._devices.last_round}}
+        rounds = {part: self._shared_round.described(part) for part in range(self._num_devices)}
+        described = {part: number for part, number in rounds.items() if number}
+        return saved | {FLEET_STATE: self._devices.state(described)}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         """Write what ``simulated_state`` returned to the files that the devices will read.
@@ -194,7 +196,8 @@ class SimulatedGrpcGrid(HeadwaterGrid):
             raise StateError("the devices' state cannot be restored while they run")
         for key, device_state in state.items():
             if key == FLEET_STATE:
-                self._devices.begin_round(device_state["last_round"])
+                for part, number in self._devices.restore(device_state).items():
+                    self._shared_round.note_described(part, number)
                 self._shared_round.number = device_state["last_round"]
             else:
                 self._state_file(int(key) - FIRST_NODE_ID).write(device_state)

@@ -106,10 +106,15 @@ class LocalFleet:
 
     @property
     def can_repeat_rounds(self) -> bool:
-        settings = self._settings
-        keeps = settings.local.keeps_state or settings.feature.name is not None
-        has_files = settings.model.local_parameters is not None or keeps
-        return not (has_files or settings.privacy.is_on)  # each run of a round is paid for
+        chosen = self._settings
+        keeps_files = (
+            chosen.model.local_parameters is not None,
+            chosen.local.keeps_state,
+            chosen.compression.up != "off",  # residuals, of the last two rounds
+            chosen.feature.name is not None,
+            chosen.privacy.is_on,  # each run of a round is paid for
+        )
+        return not any(keeps_files)
 
     def part(self, name: str) -> int:
         """Return a device's number."""
@@ -330,12 +335,13 @@ class LocalFleet:
             str(FIRST_NODE_ID + part): {SAMPLER: walk}
             for part, walk in self._devices.positions.to_plain()
         }
-        return state | {FLEET_STATE: {"last_round": self._last_round}}
+        return state | {FLEET_STATE: {"last_round": self._last_round, **self._roster.state()}}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         for key, kept in state.items():
             if key == FLEET_STATE:
                 self._last_round = kept["last_round"]
+                self._roster.restore(kept)
             elif SAMPLER in kept:
                 self._devices.positions[int(key) - FIRST_NODE_ID] = read_sampler(kept[SAMPLER])
 

@@ -33,10 +33,14 @@ from headwater.server.transport.device_records import Stages
 from headwater.simulation.engines.device_app import TrainAttempt, falsified_reply, vanished_reply
 from headwater.simulation.engines.held_models import HeldModels
 from headwater.simulation.fleet.devices import (
+    DESCRIBED,
+    FIRST_DESCRIBED,
     FIRST_NODE_ID,
     FLEET_STATE,
     LOCAL_FOLDER,
     MAX_LOOKS,
+    by_round,
+    described_in,
 )
 from headwater.simulation.fleet.faults import STAGES, TRAIN, absent_seconds
 from headwater.simulation.fleet.fleet_spec import FleetSpec, fleet_spec, with_fleet
@@ -51,6 +55,9 @@ class ConnectedDevices:
     def __init__(self, fleet: FleetSpec, *, min_clients: int) -> None:
         self.last_round = 0
         """The last round whose plans were sent."""
+        self._described: dict[int, int] = {}
+        self._restored: set[int] = set()
+        """Those of them that have not described themselves since ``restore``."""
         self._fleet = fleet
         self._min_clients = min_clients
         self._num_looks = 0
@@ -58,6 +65,28 @@ class ConnectedDevices:
     def begin_round(self, number: int) -> None:
         """Record that the plans of a round were sent: the next look belongs to another round."""
         self.last_round, self._num_looks = number, 0
+
+    def describing(self, part: int) -> int:
+        """Return the round in which a device describes itself; the first time as it did before."""
+        if part in self._restored:
+            self._restored.discard(part)
+        else:
+            self._described[part] = self.last_round + 1
+        return self._described[part]
+
+    def state(self, described: Mapping[int, int] | None = None) -> dict[str, Any]:
+        """Return the last round, and when the devices described themselves, for a checkpoint."""
+        found = self._described if described is None else described
+        return {"last_round": self.last_round, DESCRIBED: by_round(found)}
+
+    def restore(self, state: Mapping[str, Any]) -> dict[int, int]:
+        """Restore what ``state`` returned; return when the devices described themselves."""
+        self.begin_round(state["last_round"])
+        first = state.get(FIRST_DESCRIBED, 0)
+        all_at_once = dict.fromkeys(range(self._fleet.num_devices if first else 0), first)
+        self._described = all_at_once | described_in(state)
+        self._restored = set(self._described)
+        return self._described
 
     def look(self) -> Sequence[int]:
         """Return the devices that are connected for the round after the last one, a new draw.
@@ -229,6 +258,8 @@ class InProcessGrid(HeadwaterGrid):
         if kind in STAGES and self._attempts[node_id].has_vanished(self._fleet, part, kind):
             return vanished_reply(self._identities.name(part), message)
         number = self._devices.last_round if is_training else self._devices.last_round + 1
+        if kind == DESCRIBE:
+            number = self._devices.describing(part)
         with at_round(number):
             reply = self._app(message, context)
         if is_training:
@@ -278,13 +309,13 @@ class InProcessGrid(HeadwaterGrid):
             str(node_id): {name: records.load_state(context, name) for name in context.state}
             for node_id, context in self._contexts.items()
         }
-        return state | {FLEET_STATE: {"last_round": self._devices.last_round}}
+        return state | {FLEET_STATE: self._devices.state()}
 
     def restore_simulated(self, state: Mapping[str, Any]) -> None:
         """Restore what ``simulated_state`` returned."""
         for key, node_state in state.items():
             if key == FLEET_STATE:
-                self._devices.begin_round(node_state["last_round"])
+                self._devices.restore(node_state)
                 continue
             context = self._context(int(key))
             for name, value in node_state.items():

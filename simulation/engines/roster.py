@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, KeysView, Mapping
 from itertools import islice
+from typing import Any
 
 from headwater.common.errors import TASK_MISTAKES, HeadwaterError, without_frames
 from headwater.common.messages import DescribeRequest, DeviceReport
@@ -17,7 +18,13 @@ from headwater.common.settings.schema import Settings
 from headwater.server.fleet import Counts
 from headwater.server.planning.cohort import ConnectedClients
 from headwater.server.refused_devices import RefusedDevices
-from headwater.simulation.fleet.devices import Devices
+from headwater.simulation.fleet.devices import (
+    DESCRIBED,
+    FIRST_DESCRIBED,
+    Devices,
+    by_round,
+    described_in,
+)
 from headwater.simulation.fleet.random_events import is_connected
 
 log = logging.getLogger(__name__)
@@ -37,7 +44,7 @@ class FleetRoster(Mapping[str, DeviceReport]):
         self._names: list[str] | None = None
         """The names, once they have been iterated over."""
         self._since: dict[int, int] = {}
-        """The round in which a device described itself, if it was not the first one."""
+        """The round in which a device described itself, if it was not ``_first_round``."""
         self._first_round = 0
         self._reports: dict[int, DeviceReport] = {}
         size = settings.cohort.size
@@ -50,6 +57,14 @@ class FleetRoster(Mapping[str, DeviceReport]):
         self._absent: set[int] = set()
         """Devices that were not connected in a look since the last call of ``clients``."""
         self._described: set[str] = set()
+
+    def state(self) -> dict[str, Any]:
+        """Return when the devices described themselves, for a checkpoint."""
+        return {FIRST_DESCRIBED: self._first_round, DESCRIBED: by_round(self._since)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state`` returned: each device says again what it said then."""
+        self._first_round, self._since = state.get(FIRST_DESCRIBED, 0), described_in(state)
 
     def look(self, request: DescribeRequest, *, round_number: int, look: int) -> None:
         """Find the devices that are connected for a round, at its n-th look from 0."""

@@ -49,6 +49,10 @@ log = logging.getLogger(__name__)
 FIRST_NODE_ID = 1000
 # The key of the fleet's own entry among the nodes' states in a checkpoint.
 FLEET_STATE = "grid"
+# In it: in which round each device described itself last, as a list of devices by round. A device
+# that has not trained yet is known by its description, which a resumed run must make again as it
+# was: on battery, or not.
+DESCRIBED, FIRST_DESCRIBED = "described", "first_described"
 # The folder in ``out`` with the parameters that stay on each device.
 LOCAL_FOLDER = "local"
 # After this many looks with too few devices, no round will ever find enough of them.
@@ -58,6 +62,20 @@ MIN_CACHE_SIZE = 4000
 
 # Hardware without random draws, and its bytes per example at the start of a round.
 _SteadyHardware = tuple[VirtualHardware, float | None]
+
+
+def by_round(described: Mapping[int, int]) -> dict[str, list[int]]:
+    """Return the rounds in which devices described themselves for a checkpoint."""
+    found: dict[str, list[int]] = {}
+    for part, number in described.items():
+        found.setdefault(str(number), []).append(part)
+    return found
+
+
+def described_in(state: Mapping[str, Any]) -> dict[int, int]:
+    """Return what ``by_round`` made of the fleet's state, by device."""
+    rounds: Mapping[str, list[int]] = state.get(DESCRIBED, {})
+    return {part: int(number) for number, parts in rounds.items() for part in parts}
 
 
 class ClientPlan(NamedTuple):

@@ -65,6 +65,12 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "planned local steps": {"local": {"steps": 3, "batch_size": 2}, "plan": {}},
     "diloco": {"local": {"algorithm": "diloco", "steps": 3, "batch_size": 2}, "plan": {}},
+    "what compression left": {"local": {"steps": 2}, "compression": {"up": "int2"}},
+    "described on battery": {
+        "simulation": {"clients": 12},
+        "cohort": {"size": 4},
+        "plan": {"effective_batch_size": 40},
+    },
     "masked": {"cohort": {"min_clients": 3}, "secure": {"aggregation": "semi-honest"}},
     "tested on devices": {"evaluation": {"on_devices": True}},
     "own parameters on the devices": {
@@ -238,6 +244,25 @@ def test_a_checkpoint_with_a_feature_that_is_not_here_is_refused_by_its_name(
     assert "scaffold" in done.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+def test_devices_are_described_as_they_were_by_whatever_engine_goes_on(
+    tmp_path: Path, engine: str
+) -> None:
+    """Most of them have had no turn before, and are known by their first description alone."""
+    whole, cut = (chosen(tmp_path / name, 3, "described on battery") for name in ("whole", "cut"))
+    other = cut.simulation.model_copy(update={"engine": engine})
+    simulate(whole)
+    simulate(cut.model_copy(update={"rounds": 1, "simulation": other}))
+    other = cut.simulation.model_copy(update={"engine": "grpc"})
+    simulate(cut.model_copy(update={"simulation": other}), resume=True)
+    told = [[row["clients"] for row in read_rows(tmp_path / name)] for name in ("whole", "cut")]
+    plans = [[one["plan"] for row in rows for one in row] for rows in told]
+    assert plans[0] == plans[1]
+    models = [(tmp_path / name / MODEL).read_bytes() for name in ("whole", "cut")]
+    assert models[0] == models[1]
+
+
 class EndsInRound(Observer):
     """Ends the run in the middle of a round."""
 
@@ -251,7 +276,13 @@ class EndsInRound(Observer):
 
 @pytest.mark.parametrize(
     "run",
-    ["momentum with warmup and schedule", "planned", "diloco", "own parameters on the devices"],
+    [
+        "momentum with warmup and schedule",
+        "planned",
+        "diloco",
+        "own parameters on the devices",
+        "what compression left",
+    ],
 )
 def test_a_run_that_ends_rounds_after_its_checkpoint_runs_them_again_to_the_bit(
     tmp_path: Path, run: str
