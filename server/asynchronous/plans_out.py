@@ -37,11 +37,15 @@ MOST_HASTE = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOut:
-    """A plan, and when it was sent: in seconds since 1970, by this machine's clock."""
+    """A plan, and when it was sent: in seconds since 1970, by this machine's clock.
+
+    ``since`` is that of a clock which nobody sets; None if an earlier server has sent it.
+    """
 
     plan: Plan
     sent_at: float
     clock: str
+    since: float | None = None
 
 
 class PlansOut:
@@ -56,11 +60,13 @@ class PlansOut:
         settings: Settings,
         *,
         wall_clock: Callable[[], float] = time.time,
+        steady_clock: Callable[[], float] = time.monotonic,
         clock: str | None = None,
     ) -> None:
         """``clock`` names the clock, by default that of the machine."""
         chosen = settings.asynchronous
-        self._wall_clock, self._clock = wall_clock, clock or socket.gethostname()
+        self._wall_clock, self._steady_clock = wall_clock, steady_clock
+        self._clock = clock or socket.gethostname()
         self.is_kept = chosen.offline_windows > 1
         """Whether plans are noted: only for offline windows."""
         self._max_staleness = chosen.max_staleness
@@ -135,7 +141,8 @@ class PlansOut:
         for name, plan in plans.items():
             own = self._plans.setdefault(name, [])
             if all(one.plan != plan for one in own):
-                own.append(PlanOut(plan=plan, sent_at=self._wall_clock(), clock=self._clock))
+                at, since = self._wall_clock(), self._steady_clock()
+                own.append(PlanOut(plan=plan, sent_at=at, clock=self._clock, since=since))
         oldest = version - self._max_staleness
         for name, own in list(self._plans.items()):
             self._plans[name] = [one for one in own if one.plan.model_version >= oldest]
@@ -179,7 +186,11 @@ class PlansOut:
         sent = [one for one in self._plans.get(report.name, []) if one.plan == plan]
         if pace is None or report.num_windows < 2 or not sent or sent[0].clock != self._clock:
             return
-        passed = max(self._wall_clock() - sent[0].sent_at, 0.0)
+        passed = self._wall_clock() - sent[0].sent_at
+        if (since := sent[0].since) is not None:  # the other clock may have been set back
+            passed = max(passed, self._steady_clock() - since)
+        elif passed < 0:
+            return
         window = plan.accumulation_steps * pace.base + plan.quota * pace.each
         if report.num_windows * window > MOST_HASTE * passed:
             raise CountOutOfRange(

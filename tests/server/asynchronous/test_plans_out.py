@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,7 @@ def plans_in(
     offline_windows: int = 3,
     algorithm: str = "exact",
     wall_clock: Callable[[], float] = time.time,
+    steady_clock: Callable[[], float] = time.monotonic,
     clock: str | None = None,
 ) -> PlansOut:
     chosen = {
@@ -52,7 +54,12 @@ def plans_in(
         "offline_windows": offline_windows,
     }
     settings = {"out": folder, "asynchronous": chosen, "local": {"algorithm": algorithm}}
-    return PlansOut(Settings.model_validate(settings), wall_clock=wall_clock, clock=clock)
+    return PlansOut(
+        Settings.model_validate(settings),
+        wall_clock=wall_clock,
+        steady_clock=steady_clock,
+        clock=clock,
+    )
 
 
 def test_plans_are_known_to_the_next_server_until_they_are_answered(tmp_path: Path) -> None:
@@ -125,6 +132,23 @@ def test_windows_that_a_client_had_no_time_for_are_refused(
     with pytest.raises(CountOutOfRange, match="pi: 50 windows in 24"):
         plans.check_time(many, plan, PACE)
     now[0] += 1.0
+    plans.check_time(many, plan, PACE)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_clock_that_was_set_back_takes_no_time_from_a_client(
+    tmp_path: Path, *, is_restarted: bool
+) -> None:
+    wall, steady, plan = [1000.0], [50.0], plan_of(3).asking(OfflineTerms(windows=50))
+    kept: dict[str, Any] = {"offline_windows": 50, "wall_clock": lambda: wall[0]}
+    plans = plans_in(tmp_path, **kept, steady_clock=lambda: steady[0])
+    plans.add({"pi": plan}, version=3)
+    many = report("pi", 4, num_examples=200).model_copy(update={"num_windows": 50})
+    if is_restarted:
+        plans = plans_in(tmp_path, **kept)
+        plans.restore(version=3, counted={})
+    wall[0] -= 3600.0
+    steady[0] += 50 * WINDOW_SECONDS
     plans.check_time(many, plan, PACE)
 
 
