@@ -109,10 +109,19 @@ class Exchange:
         return self._is_offline
 
     def disconnected(self) -> None:
-        """Stop the upload; the answer waits for the next stream."""
+        """Stop the upload; the answer waits for the next stream.
+
+        A link that goes without a word is noticed half a minute later, when an answer has been
+        written that the server never got. Then windows are added to it as to one without a link.
+        """
         self._jobs.note_stream()
         if self._upload is not None:
             self._upload.abort()
+        job = self._jobs.first
+        answer = None if job is None or job.has_receipt or len(self._jobs) > 1 else job.answer
+        if job is not None and answer is not None and len(answer.vector):
+            job.answer = None
+            self._task = asyncio.create_task(self._settle(job, answer))
 
     async def begin_image(self, image: Image) -> None:
         """Prepare to receive a model, or its frozen part, directly into the trainer's memory.
@@ -291,6 +300,8 @@ class Exchange:
         """Pass a receipt to the upload that it belongs to."""
         if self._upload is not None and receipt.message_id == self._upload.answer.message_id:
             self._upload.receipts.put_nowait(receipt)
+        if (job := self._jobs.find(receipt.message_id)) is not None:
+            job.has_receipt = True
 
     def take_fault(self, fault: Fault) -> None:
         """Stop the instruction whose answer the server refused."""
@@ -345,8 +356,11 @@ class Exchange:
             head_json=instruction.head_json,
             payload=payload,
         )
-        if job not in self._jobs:
-            return  # aborted in the meantime
+        if job in self._jobs:  # not aborted in the meantime
+            await self._settle(job, answer)
+
+    async def _settle(self, job: Job, answer: NodeAnswer) -> None:
+        """Send an answer, or keep it for the next stream; without a link windows may be added."""
         if self._has_no_link(job) and len(self._jobs) == 1:
             answer = await self._go_on_offline(job, answer)
             if job not in self._jobs:
@@ -370,8 +384,8 @@ class Exchange:
     async def _go_on_offline(self, job: Job, answer: NodeAnswer) -> NodeAnswer:
         """Let the node add to its answer until the link is back or the server gives up.
 
-        Nothing of the answer has been sent: once its upload has begun, nothing is added, because
-        the server may have counted it.
+        Nothing of the answer's vector has been sent, as the server has asked for none of it: after
+        that nothing is added, because it may have counted it.
         """
         further = self._node.no_link(job.instruction.head_json, answer)
         if further is None:

@@ -129,6 +129,8 @@ class Job:
     is_on_stream: bool = True
     """Whether the current stream has carried it: else its answer may not be uploaded there."""
     has_begun: bool = False
+    has_receipt: bool = False
+    """Whether the server has asked for the answer's vector: before that, none of it is sent."""
     answer: NodeAnswer | None = None
     work: TrainingProgress | None = None
     """What was done of it when the answer was there; the next plan may be at work since."""

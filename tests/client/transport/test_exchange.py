@@ -201,6 +201,34 @@ def test_an_update_that_takes_no_window_without_a_link_is_sent_as_it_is(
     assert report.get("num_windows", 1) == 1
 
 
+@pytest.mark.parametrize("has_receipt", [False, True])
+def test_an_answer_that_no_server_has_asked_for_takes_windows_without_a_link(
+    tmp_path: Path, has_receipt: bool
+) -> None:
+    """The link went without a word, and the head of the reply into a dead socket."""
+    device = Device(tmp_path, asynchronous={"offline_windows": 3})
+
+    async def story(device: Device) -> None:
+        await device.exchange.begin_image(device.image)
+        device.receive(device.model)
+        await device.ask(max_windows=3)
+        await device.stream.first("reply")
+        if has_receipt:
+            device.exchange.take_receipt(Receipt(message_id="1", next_offset=0))
+            await device.stream.first("chunk")
+        device.exchange.disconnected()
+        await device.exchange.finish(60)
+        device.stream.frames.clear()
+        device.exchange.connected()
+        await device.ask(max_windows=3)
+        await device.finish()
+
+    run(device, story)
+    [report] = [json.loads(f.reply.head_json) for f in device.stream.frames if f.HasField("reply")]
+    assert report.get("num_windows", 1) == (1 if has_receipt else 3)
+    assert report["num_examples"] == 4 * report.get("num_windows", 1)
+
+
 async def a_chunk_of_nothing(device: Device) -> None:
     device.receive(device.model)
 
