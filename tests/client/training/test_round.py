@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,25 @@ class WithDropout(TwoLayers):
 
     def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
         return model(batch[0]).square().sum(), len(batch[0])
+
+
+def test_each_micro_batch_epoch_and_client_draws_dropout_of_its_own() -> None:
+    alike = TensorDataset(torch.ones(8, 3))
+    sums_of_two: list[tuple[float, ...]] = []
+    for name in ("pi", "nas"):
+        context = replace(training_context(WithDropout(), alike), name=name)
+        for place in (SamplerPosition(epoch=e, offset=o) for e in range(2) for o in (0, 2, 4)):
+            two = window(place, quota=2, run_seed=0, name=name, num_examples=8)
+            update = train_round(plan(2, 2), two, context)
+            sums_of_two.append(tuple(update.values_P.tolist()))
+    assert len({*sums_of_two}) == 12
+
+
+def test_a_device_trains_in_training_mode_though_its_model_was_tested() -> None:
+    context = training_context(WithDropout(), examples(8))
+    first = trained(context, plan(8, 4)).values_P.clone()
+    context.image.model.eval()
+    assert torch.equal(trained(context, plan(8, 4)).values_P, first)
 
 
 def test_a_repeated_window_draws_the_same_dropout() -> None:
