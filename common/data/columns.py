@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from headwater.common.data.partition import Column
 from headwater.common.data.partition_spec import LABEL
@@ -66,6 +66,9 @@ def _own_column(examples: Examples, name: str) -> Any:
     if isinstance(examples, Subset):
         values = _own_column(cast(Examples, examples.dataset), name)
         return None if values is None else _array(values)[np.asarray(examples.indices, np.int64)]
+    if isinstance(examples, ConcatDataset):
+        parts = [_own_column(cast(Examples, one), name) for one in examples.datasets]
+        return None if any(one is None for one in parts) else np.concatenate([*map(_array, parts)])
     if isinstance(examples, TensorDataset) and name == LABEL and len(examples.tensors) > 1:
         second = examples.tensors[1]
         is_label = second.ndim == 1 and not second.is_floating_point()

@@ -55,9 +55,12 @@ def data_set_of(given: Any, name: str) -> Any:
             f"{name} is a DataLoader, whose batches would be taken for examples",
             remedy=f"{name}=loader.dataset; micro_batch_size=N sets what one pass holds",
         )
-    if hasattr(given, "iloc"):
+    members = given if isinstance(given, list | tuple) else [given]
+    if any(hasattr(one, "iloc") for one in members):
         raise TaskError(
-            f"{name} is a {type(given).__name__}, which does not say what its target is",
+            f"{name} {'is' if members[0] is given else 'has'} a "
+            f"{next(type(one).__name__ for one in members if hasattr(one, 'iloc'))}, which is no "
+            "array",
             remedy=f"{name}=(table[INPUTS].to_numpy(), table[TARGET].to_numpy())",
         )
     if isinstance(given, int | float) and name == "test":
@@ -122,8 +125,11 @@ def _of_columns(columns: Sequence[Tensor | np.ndarray], name: str) -> TensorData
             remedy=f"give inputs and targets of as many rows: {name}=(X, y)",
         )
     try:
-        tensors = [torch.as_tensor(one) for one in columns]
-    except TypeError as error:
+        tensors = [
+            torch.as_tensor(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one)
+            for one in columns
+        ]
+    except (TypeError, ValueError) as error:
         raise TaskError(
             f"{name} has an array of another type than numbers: {error}",
             remedy="make numbers of its texts or objects first",

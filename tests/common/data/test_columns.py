@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from headwater.common.data.columns import column_of
 from headwater.common.errors import MissingColumn
@@ -53,6 +53,7 @@ ONE_MORE = TensorDataset(torch.zeros(5), torch.tensor([9, *LABELS]))
 FOUND: dict[str, tuple[Any, str]] = {
     "second tensor": (TENSORS, "label"),
     "subset": (Subset(ONE_MORE, range(1, 5)), "label"),
+    "joined": (ConcatDataset([Subset(TENSORS, range(2)), Subset(TENSORS, range(2, 4))]), "label"),
     "targets": (Pictures(targets=LABELS), "label"),
     "targets in a column": (Pictures(targets=np.array(LABELS)[:, None]), "label"),
     "labels": (Pictures(labels=torch.tensor(LABELS)), "label"),
