@@ -106,7 +106,9 @@ def check_sums(task: Task, model: nn.Module, examples: Examples) -> None:
     """
     try:
         some = [examples[at] for at in range(min(len(examples), NUM_COMPARED))]
-        together, again = (evaluate_sums(task, model, some, NUM_COMPARED) for _ in range(2))
+        together, again = (
+            evaluate_sums(task, model, some, NUM_COMPARED, seed=seed) for seed in range(2)
+        )
         alone = [evaluate_sums(task, model, [one], 1) for one in some]
     except TaskError:
         raise

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from headwater.client.evaluation.other_model import swapped
+from headwater.client.trainer.held_out import seed_of_tests
 from headwater.client.training.context import TrainingContext
 from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.data.example_faults import ExampleFault
@@ -101,6 +102,7 @@ def _test_model(
         examples,
         batch_size,
         None if lengths is None else ExampleLengths(examples, lengths.record),
+        seed=seed_of_tests(context.name),
     )
     if not all(math.isfinite(one) for one in (total.loss_sum, *total.metric_sums.values())):
         raise NonFiniteUpdate(f"{context.name}: the held-out loss or a metric is not finite")

@@ -7,6 +7,7 @@ import math
 
 from torch import nn
 
+from headwater.client.training.sampler import seed_of
 from headwater.common.data.evaluation import EvaluationSums, evaluate_sums
 from headwater.common.data.example_faults import details, short_summary
 from headwater.common.data.example_lengths import ExampleLengths
@@ -17,6 +18,11 @@ from headwater.common.user_code.failures import running
 from headwater.common.wording import counted
 
 log = logging.getLogger(__name__)
+
+
+def seed_of_tests(name: str) -> int:
+    """Return the seed of what a client's tests draw: the same in each round, on each machine."""
+    return seed_of("test", name)
 
 
 class HeldOutEvaluation:
@@ -44,7 +50,9 @@ class HeldOutEvaluation:
             TaskFailed: every example raised an exception.
         """
         with running("the evaluation on held-out examples"):
-            total = evaluate_sums(self._task, self._model, held_out, batch_size, lengths)
+            total = evaluate_sums(
+                self._task, self._model, held_out, batch_size, lengths, seed=seed_of_tests(name)
+            )
         self._log_left_out(name, total, held_out, run_id)
         if not all(math.isfinite(value) for value in (total.loss_sum, *total.metric_sums.values())):
             raise NonFiniteUpdate(f"{name}: the held-out loss or a metric is not finite")

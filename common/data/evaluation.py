@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from headwater.common.data.batches import batch_of
@@ -37,10 +38,13 @@ def evaluate_sums(
     examples: Examples,
     micro_batch_size: int,
     lengths: ExampleLengths | None = None,
+    *,
+    seed: int = 0,
 ) -> EvaluationSums:
     """Return the sums over all examples that can be evaluated, in evaluation mode.
 
-    With ``lengths`` the batches are of examples of like lengths.
+    With ``lengths`` the batches are of examples of like lengths. What examples or losses draw from
+    torch follows from ``seed`` and a batch's first example; the caller's generator stays as it is.
 
     Raises:
         TaskError, MemoryError: the task breaks a rule, or an allocation failed.
@@ -48,8 +52,9 @@ def evaluate_sums(
     """
     model.eval()
     total, raised = EvaluationSums(), list[Exception]()
-    for positions in _batches(len(examples), micro_batch_size, lengths):
-        _add(total, task, model, examples, positions, raised)
+    with torch.random.fork_rng(devices=[]):
+        for positions in _batches(len(examples), micro_batch_size, lengths):
+            _add(total, task, model, examples, positions, raised, seed)
     if raised and len(raised) == len(examples):
         raise raised[0]
     return total
@@ -70,9 +75,11 @@ def _add(
     examples: Examples,
     positions: Sequence[int],
     raised: list[Exception],
+    seed: int,
 ) -> None:
     """Add a batch to the total; divide it if it fails. Exceptions of single examples are kept."""
     failure: Exception | None = None
+    torch.default_generator.manual_seed(seed + positions[0])
     try:
         loss, weight, metrics = loss_sum_alone(task, model, batch_of(task, examples, positions))
         value = loss.item()
@@ -89,8 +96,8 @@ def _add(
             total.metric_sums[name] = total.metric_sums.get(name, 0.0) + metric
     elif len(positions) > 1:
         middle = len(positions) // 2
-        _add(total, task, model, examples, positions[:middle], raised)
-        _add(total, task, model, examples, positions[middle:], raised)
+        _add(total, task, model, examples, positions[:middle], raised, seed)
+        _add(total, task, model, examples, positions[middle:], raised, seed)
     elif failure is not None:
         raised.append(failure)
         total.faults[positions[0]] = exception_fault(failure)

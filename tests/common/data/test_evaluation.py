@@ -63,3 +63,20 @@ def test_if_every_example_raises_the_task_s_own_exception_is_raised() -> None:
     task, data = TwoLayers(), examples(3, kinds=[RAISES_FORWARD] * 3)
     with pytest.raises(ValueError, match="must stay on the device"):
         evaluate_sums(task, task.new_model(), data, 2)
+
+
+def test_what_a_test_draws_is_the_same_each_time_and_the_caller_s_generator_stays() -> None:
+    class Noisy(TwoLayers):
+        def loss_sum(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            noise = torch.randn(len(batch[0]), 3)
+            return (model(batch[0]) * noise).sum(), len(batch[0])
+
+    task, data = Noisy(), examples(10)
+    model = task.new_model()
+    before = torch.get_rng_state()
+    found = []
+    for seed in (1, 1, 2):
+        found.append(evaluate_sums(task, model, data, 4, seed=seed).loss_sum)
+        assert torch.equal(torch.get_rng_state(), before)
+        before = torch.manual_seed(len(found)).get_state()
+    assert found[0] == found[1] != found[2]
