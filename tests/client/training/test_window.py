@@ -14,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from headwater.client.training.gradient_pass import MicroBatchResult
 from headwater.client.training.sampler import ExampleOrder, Ints, split
+from headwater.client.training.window_sum import WindowSum
 from headwater.common.errors import EmptyUpdate, TaskError
+from headwater.common.messages import Step
 from tests.tasks import (
     HUGE_GRADIENT,
     NAN_GRADIENT,
@@ -167,3 +170,30 @@ def test_metrics_are_summed_over_the_used_examples() -> None:
 
     context = training_context(Counted(), examples(9, kinds=[0, NAN_LOSS, 0, RAISES_BACKWARD]))
     assert trained(context, plan(9, 4)).report.metric_sums == {"seen": 7.0}
+
+
+def test_steps_of_single_examples_are_told_as_one_from_the_third_on() -> None:
+    """A report has no room for a step of each; what they say together stays."""
+    total = WindowSum(micro_batch_size=4, are_apart=True)
+    figures = [
+        (2, 0.5, 1.0, 70, 3.0),
+        (1, 2.0, 2.0, 90, 4.0),
+        (3, 1.0, 4.0, 80, 5.0),
+        (0, 0.0, 8.0, 60, 6.0),
+    ]
+    for at, (weight, loss, seconds, peak, size) in enumerate(figures):
+        step = Step(
+            num_examples=1, weight=weight, loss=loss, seconds=seconds, peak_bytes=peak, size=size
+        )
+        total.add((at,), MicroBatchResult(loss_sum=loss * weight, metric_sums={}, step=step))
+    first, last = total.steps
+    assert (first.weight, first.peak_bytes, first.size) == (2, 70, 3.0)
+    assert (last.num_examples, last.weight, last.seconds, last.peak_bytes, last.size) == (
+        3,
+        4,
+        14.0,
+        90,
+        15.0,
+    )
+    assert last.loss == (1 * 2.0 + 3 * 1.0) / 4
+    assert (total.loss_sum, total.weight) == (6.0, 6)
