@@ -55,3 +55,22 @@ def test_memory_that_is_handed_in_changes_only_with_zero_and_collects_the_gradie
     made.zero()
     image.model(torch.ones(1, 4)).sum().backward()
     assert memory.tolist() == [1.0] * 4
+
+
+def test_a_vector_apart_knows_its_own_unused_parameters_and_leaves_the_other_as_it_was() -> None:
+    image = build_model(TwoLayers(), seed=0)
+    made = Accumulator(image)
+    first, *others = [parameter for _, parameter in image.model.named_parameters()]
+    for _ in range(2):  # the second time as in a later window
+        made.zero()
+        image.model(torch.ones(2, 3)).sum().backward()
+    before = made.memory.clone()
+    with made.apart() as own:
+        (first * 2).sum().backward()  # type: ignore[no-untyped-call]
+        unused = made.unused()
+    assert len(unused) == len(others)
+    assert made.unused() == ()
+    assert torch.equal(made.memory, before)
+    made.add_apart(own, unused)
+    assert own.sum() == 2 * first.numel()
+    assert torch.equal(made.memory, before + own)
