@@ -22,6 +22,7 @@ Raises:
 ADMISSIONS: dict[str, str] = {
     "evaluation": "headwater.server.evaluation.admission:admit",
     "privacy": "headwater.server.privacy.admission:admit",
+    "statistics": "headwater.server.statistics.admission:admit",
 }
 """By the name of the terms; imported when a plan has them. In the order in which they act."""
 

@@ -39,6 +39,7 @@ from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.planning.features import DraftPlans
 from headwater.server.rounds.features import Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
+from headwater.server.statistics.admission import MEASURED
 from headwater.server.statistics.advice import FILE, advice
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class StatisticsRounds(RunFeature):
         _check_settings(run.settings)
         self._run = run
         self._columns = columns_of(run.task)
+        MEASURED[self._columns.digest] = self._columns
         self._found: FoundSums | None = None
         self._measured_round: int | None = None
         """The number of the round that this process has measured in."""
