@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwater.client.training.context import TrainingContext
 from headwater.client.training.round import Feature, Work
+from headwater.client.training.sampler import seed_of
 from headwater.common.errors import ProtocolMismatch, TaskError
 from headwater.common.messages import Plan, Update
 from headwater.common.privacy.terms import PrivacyTerms
@@ -108,6 +109,9 @@ class StatisticsRound(Feature):
         if work.plan.asks_model:
             return {}
         task, examples = work.context.task, work.context.examples
+        # Augmented examples are the same ones on each machine.
+        seed = seed_of("statistics", work.plan.run_seed, work.context.name)
+        torch.default_generator.manual_seed(seed)
         used = (examples[position] for position in work.used)
         columns = columns_of(task)
         counts_C: Floats | Ints

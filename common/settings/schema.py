@@ -206,6 +206,19 @@ class Settings(Branch):
         return self
 
     @property
+    def keeps_device_files(self) -> bool:
+        """Whether devices keep more of a run than their places in their data, in files."""
+        return any(
+            (
+                self.model.local_parameters is not None,
+                self.local.keeps_state,
+                self.compression.up != "off",  # residuals, of the last two rounds
+                self.feature.name is not None,
+                self.privacy.is_on,  # what was spent
+            )
+        )
+
+    @property
     def server_optimizer(self) -> OptimizerSettings:
         """The server optimizer with its name and rate, chosen by the algorithm if not set."""
         return self.optimizer.with_local_steps(self.local)

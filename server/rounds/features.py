@@ -320,3 +320,12 @@ def check_resumed(before: Mapping[str, Any], settings: Settings) -> None:
             "another --out",
         )
     part_of("headwater.server.privacy.settings_check").check_resumed(before, settings.privacy)
+    engine = before.get("simulation.engine", settings.simulation.engine)
+    is_moved = (engine == "grpc") is not (settings.simulation.engine == "grpc")
+    if is_moved and settings.keeps_device_files:
+        raise SettingsError(
+            f"the devices of this run keep files of the engine {engine}, which the engine "
+            f"{settings.simulation.engine} would begin without: their own parameters or state, "
+            "what compression left, or what privacy was spent",
+            remedy=f"resume with --engine {engine}",
+        )

@@ -93,8 +93,12 @@ def after_evaluation(
     metrics: Mapping[str, float],
     *,
     round_number: int,
+    is_extra: bool = False,
 ) -> ModelSelection:
     """Return the state after an evaluated round.
+
+    One that is ``is_extra`` is tested as the run's last one alone. It may be the best, and counts
+    for no patience: a run that goes on would end elsewhere than one that was never cut.
 
     A metric that this round lacks leaves its state as it was, if an earlier round had it, or if no
     device has answered with its held-out examples.
@@ -121,9 +125,8 @@ def after_evaluation(
             return Followed(**{**asdict(before), "num_since": before.num_since + 1})
         return Followed(criterion=criterion, metric=before.metric, value=value, round=round_number)
 
-    return ModelSelection(
-        best=follow(state.best, chosen.best), stop=follow(state.stop, chosen.stop_when)
-    )
+    best, stop = follow(state.best, chosen.best), follow(state.stop, chosen.stop_when)
+    return ModelSelection(best=best, stop=state.stop if is_extra else stop)
 
 
 def is_better(value: float, *, than: float | None, is_minimised: bool) -> bool:

@@ -59,7 +59,11 @@ class SelectedRounds(RunFeature):
         is_released = row.epsilon is None
         metrics = {"train_loss": row.loss, **row.metrics} if is_released else row.metrics
         self._found = model_selection.after_evaluation(
-            self._found, self._chosen, metrics, round_number=row.round
+            self._found,
+            self._chosen,
+            metrics,
+            round_number=row.round,
+            is_extra=bool(row.round % self._chosen.every_rounds),
         )
 
     @property

@@ -106,15 +106,7 @@ class LocalFleet:
 
     @property
     def can_repeat_rounds(self) -> bool:
-        chosen = self._settings
-        keeps_files = (
-            chosen.model.local_parameters is not None,
-            chosen.local.keeps_state,
-            chosen.compression.up != "off",  # residuals, of the last two rounds
-            chosen.feature.name is not None,
-            chosen.privacy.is_on,  # each run of a round is paid for
-        )
-        return not any(keeps_files)
+        return not self._settings.keeps_device_files  # they would be of later rounds
 
     def part(self, name: str) -> int:
         """Return a device's number."""

@@ -263,6 +263,20 @@ def test_devices_are_described_as_they_were_by_whatever_engine_goes_on(
     assert models[0] == models[1]
 
 
+@pytest.mark.parametrize("run", ["own parameters on the devices", "what compression left"])
+def test_what_devices_keep_in_files_is_not_begun_without_on_another_engine(
+    tmp_path: Path, run: str
+) -> None:
+    settings = chosen(tmp_path, 1, run)
+    simulate(settings)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = settings.simulation.model_copy(update={"engine": "grpc"})
+    with pytest.raises(SettingsError, match="keep files of the engine in-process") as refused:
+        simulate(settings.model_copy(update={"simulation": other, "rounds": 2}), resume=True)
+    assert refused.value.remedy == "resume with --engine in-process"
+    assert (tmp_path / FILE).read_bytes() == before[tmp_path / FILE]
+
+
 class EndsInRound(Observer):
     """Ends the run in the middle of a round."""
 

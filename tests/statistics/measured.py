@@ -61,4 +61,19 @@ class WideHouses(Houses):
         return nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
+class Jittered(TensorDataset):
+    """Examples that differ each time they are read."""
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        inputs, price = super().__getitem__(at)  # type: ignore[no-untyped-call]
+        return inputs * (1 + torch.rand(()) / 100), price
+
+
+class JitteredHouses(Houses):
+    """The same, with areas that are drawn as they are read."""
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        return Jittered(*super().train_examples(data=data, part=part, num_parts=num_parts).tensors)
+
+
 HOUSES = f"{__file__}:Houses"

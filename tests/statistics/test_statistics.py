@@ -188,6 +188,16 @@ def test_the_next_run_of_a_task_does_not_meet_the_statistics_of_the_last(tmp_pat
     )
 
 
+def test_examples_that_are_drawn_as_they_are_read_are_measured_alike_each_time(
+    tmp_path: Path,
+) -> None:
+    """Whatever the process drew before: the check of the task reads them, too."""
+    for name, checked in (("one", True), ("other", False)):
+        given = {**GIVEN, "out": tmp_path / name, "settings": {"check_task": checked}}
+        headwater.simulate(f"{HOUSES.rpartition(':')[0]}:JitteredHouses", **given, rounds=1)
+    assert measured_in(tmp_path / "one") == measured_in(tmp_path / "other")
+
+
 def test_the_round_that_measures_says_nothing_of_tokens() -> None:
     given: dict[str, Any] = {**GIVEN, "accumulation_steps": None, "tokens_per_update": 64}
     runs = [headwater.simulate(HOUSES, **given | {"statistics": it}, rounds=3) for it in (0, 1)]

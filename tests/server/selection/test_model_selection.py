@@ -174,6 +174,17 @@ def test_a_metric_that_is_absent_once_changes_nothing() -> None:
     assert after_evaluation(before, settings, {}, round_number=3) == before
 
 
+def test_a_test_of_the_last_round_alone_may_be_the_best_and_counts_for_no_patience() -> None:
+    settings = chosen(best="accuracy", stop_when="accuracy")
+    before = followed(settings, [0.5, 0.4])[-1]
+    for value in (0.3, 0.7):
+        metrics = {"test_accuracy": value}
+        after = after_evaluation(before, settings, metrics, round_number=3, is_extra=True)
+        assert after.stop == before.stop
+        assert after.best is not None
+        assert after.best.value == max(value, 0.5)
+
+
 def test_a_name_is_checked_before_the_first_round() -> None:
     check_criteria(chosen(best="accuracy", stop_when="test_loss"), ["accuracy"])
     check_criteria(chosen(best="train_f1"), None)
