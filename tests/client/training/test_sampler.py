@@ -303,6 +303,17 @@ def test_held_out_examples_are_the_fraction_rounded_down_and_leave_one(
     assert set(apart) <= set(range(num_examples))
 
 
+def test_each_run_and_each_client_holds_other_examples_out() -> None:
+    given: dict[str, Any] = {"num_examples": 100, "fraction": 0.3}
+    drawn = {
+        held_out_positions(**given, run_seed=seed, name=name)
+        for seed in range(3)
+        for name in ("pi", "nas")
+    }
+    assert len(drawn) == 6
+    assert held_out_positions(**given, run_seed=2, name="nas") in drawn
+
+
 @given(NUM_EXAMPLES, st.floats(0, 1, exclude_max=True))
 def test_the_last_examples_are_held_out_if_that_is_asked(
     num_examples: int, fraction: float

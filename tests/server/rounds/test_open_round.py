@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from headwater.common.estimates.gradient_noise import NoiseSums, noise_sums
 from headwater.common.messages import Step, Update, UpdateReport
 from headwater.common.model.layout import ModelLayout, layout_of
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.aggregation.norm_watch import NormWatch
 from headwater.server.aggregation.round_reports import (
     Floats,
     Ints,
@@ -20,7 +21,7 @@ from headwater.server.aggregation.round_reports import (
     ReportColumns,
     figures_of,
 )
-from headwater.server.fleet import UpdateBlock
+from headwater.server.fleet import UpdateBlock, UpdateRules
 from headwater.server.rounds.open_round import OpenRound
 from tests.plans import plan_of
 
@@ -218,3 +219,36 @@ def test_a_series_is_added_without_the_updates_that_are_not_finite() -> None:
     assert opened.refused["b"].code == "NonFiniteUpdate"
     assert opened.weight == total.weight == 8
     assert total.close().tolist() == [3 / 8, 3 / 8]
+
+
+@pytest.mark.parametrize(
+    ("beyond", "expected"),
+    [("clip", [1.5, 2.0]), ("keep", [3.0, 4.0]), ("refuse", None)],
+)
+def test_an_update_beyond_the_norm_is_scaled_to_its_limit_kept_or_refused(
+    beyond: Literal["clip", "keep", "refuse"], expected: list[float] | None
+) -> None:
+    """Of a weight of 2 and a limit of 1.25 for each unit of it, the norm is at most 2.5."""
+    layout = layout_of(torch.nn.Linear(2, 1, bias=False))
+    total = CohortSum(layout)
+    total.open(num_clients=2, planned_weight=4)
+    rules = UpdateRules(norm_watch=NormWatch(multiple=2.5, largest_median=0.5), beyond_norm=beyond)
+    plan = plan_of(round=1, run_seed=0, model_version=0, quota=2, micro_batch_size=1)
+    opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2}, rules=rules)
+    report = UpdateReport(
+        name="pi",
+        round=1,
+        num_examples=2,
+        weight=2,
+        loss_sum=0.0,
+        micro_batch_size=1,
+        seconds=1.0,
+        steps=(STEP,) * 2,
+        reason="quota",
+    )
+    opened.take(Update(values_P=torch.tensor([3.0, 4.0]), report=report))
+    assert opened.outliers == ["pi"]
+    if expected is None:
+        assert opened.refused["pi"].code == "OutlierUpdate"
+        return
+    assert total.close().tolist() == pytest.approx([one / 2 for one in expected], rel=1e-6)
