@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from headwater.client.compression.error_feedback import ErrorFeedback, ResidualSlots
@@ -151,6 +154,31 @@ def test_residuals_of_two_pending_rounds_follow_one_another(tmp_path: Path) -> N
     expected = sum(gradient(number).double() for number in range(1, 6))
     error = (total + residual(tmp_path, 5).double() - expected).abs().max()
     assert error < 7 * 4 * 16 * EPS
+
+
+@pytest.mark.slow
+@given(st.lists(st.sampled_from(["both count", "second lost", "both lost", "again"]), max_size=8))
+def test_whatever_is_lost_of_overlapping_rounds_the_rest_and_the_residual_are_their_sum(
+    story: list[str],
+) -> None:
+    """Two plans are out at a time. One that is lost comes again, and takes the next one with it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, total = Path(name), torch.zeros(NUM_VALUES, dtype=torch.float64)
+        counted, number = None, 1
+        for what in [*story, "both count"]:
+            first = overlapping(number, counted=counted, after=None)
+            second = overlapping(number + 1, counted=counted, after=number)
+            vectors = [sent(folder, one).double() for one in (first, second)]
+            if what == "again":  # the device was killed
+                vectors = [sent(folder, one).double() for one in (first, second)]
+            arrived = {"second lost": 1, "both lost": 0}.get(what, 2)
+            total += sum(vectors[:arrived])
+            number += arrived
+            counted = number - 1 or None
+        assert counted is not None
+        expected = sum(gradient(one).double() for one in range(1, counted + 1))
+        error = (total + residual(folder, counted).double() - expected).abs().max()
+        assert error < 2 * number * 4 * 16 * EPS
 
 
 def test_a_plan_in_the_overlap_that_comes_again_is_encoded_to_the_same_bytes(
