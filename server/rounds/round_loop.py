@@ -456,12 +456,12 @@ def _raise_common_fault(opened: OpenRound) -> None:
         TaskError, FeatureMissing: it is the first client's error, with its name.
     """
     refused = opened.refused
-    if opened.accepted or opened.ready or not opened.plans.keys() <= refused.keys():
+    if opened.accepted or opened.ready or opened.plans.keys() - refused.keys():
         return
-    if all(isinstance(error, TaskError | FeatureMissing) for error in refused.values()):
-        name, error = next(iter(refused.items()), (None, None))
-        if error is not None:
-            raise type(error)(f"{name}: {error.message}", remedy=error.remedy) from error
+    if refused and all(isinstance(one, TaskError | FeatureMissing) for one in refused.values()):
+        name, error = next(iter(refused.items()))
+        text = error.message.removeprefix(f"{name}: ")
+        raise type(error)(f"{name}: {text}", remedy=error.remedy) from error
 
 
 def _evaluate(
