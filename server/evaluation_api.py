@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwater.common.additivity.sums import Sums, compare
@@ -105,7 +106,8 @@ def check_sums(task: Task, model: nn.Module, examples: Examples) -> None:
         TaskNotAdditive: they differ, and not because they are drawn at random.
     """
     try:
-        some = [examples[at] for at in range(min(len(examples), NUM_COMPARED))]
+        with torch.random.fork_rng(devices=[]):  # they may draw
+            some = [examples[at] for at in range(min(len(examples), NUM_COMPARED))]
         together, again = (
             evaluate_sums(task, model, some, NUM_COMPARED, seed=seed) for seed in range(2)
         )

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import headwater
+from headwater.client.trainer.held_out import HeldOutEvaluation
 from headwater.common.errors import (
     HeadwaterError,
     LocalParametersMismatch,
@@ -105,6 +106,30 @@ def test_a_resumed_run_has_the_uninterrupted_one_s_parameters_on_both_sides(tmp_
     simulate(chosen(tmp_path / "unbroken"))
     for rounds in (1, 2, 3):
         simulate(chosen(tmp_path / "broken", rounds=rounds), resume=rounds > 1)
+    models = [(tmp_path / one / MODEL).read_bytes() for one in ("unbroken", "broken")]
+    assert models[0] == models[1]
+    assert own_values(tmp_path / "unbroken") == own_values(tmp_path / "broken")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_round_that_ends_in_its_test_on_the_devices_takes_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The round has no checkpoint yet, so it comes again: its step is pending until then."""
+    simulate(chosen(tmp_path / "unbroken"))
+    honest, calls = HeldOutEvaluation.report, list[str]()
+
+    def report(self: HeldOutEvaluation, name: str, *given: Any, **more: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number * NUM_DEVICES:
+            raise KeyboardInterrupt
+        return honest(self, name, *given, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HeldOutEvaluation, "report", report)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(chosen(tmp_path / "broken"))
+    simulate(chosen(tmp_path / "broken"), resume=True)
     models = [(tmp_path / one / MODEL).read_bytes() for one in ("unbroken", "broken")]
     assert models[0] == models[1]
     assert own_values(tmp_path / "unbroken") == own_values(tmp_path / "broken")
