@@ -147,3 +147,21 @@ def test_a_metric_that_is_a_mean_is_refused() -> None:
     one = TensorDataset(data.tensors[0][:1], data.tensors[1][:1])
     found = headwater.evaluate(model, one, loss=nn.CrossEntropyLoss(), metrics={"right": mean})
     assert found.metrics == {"right": 1.0}
+
+
+class Noisy(TensorDataset):
+    """Examples that draw from torch as they are read."""
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(3), self.tensors[1][at]
+
+
+def test_noisy_examples_are_tested_alike_each_time_and_the_caller_s_draws_go_on() -> None:
+    data, model = Noisy(torch.zeros(9, 3), torch.zeros(9, dtype=torch.long)), nn.Linear(3, 2)
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found.append(headwater.evaluate(model, data, loss=nn.CrossEntropyLoss()).loss)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
