@@ -50,6 +50,15 @@ def private(round_number: int = 1, **changes: Any) -> Plan:
     return plan(round_number, **{"privacy": TERMS, "is_masked": False, **changes})
 
 
+def test_a_round_s_cost_to_the_device_grows_with_the_square_of_its_vector_s_bound() -> None:
+    """A vector of up to 8 beside noise for single examples of up to 2 is four times as far."""
+    terms = PrivacyTerms(norm_bound=8.0, noise_multiplier=Z, example_bound=2.0)
+    cost = UpdateCost.of(terms, 0.5)
+    assert (cost.device_rho, cost.example_rho) == (0.5 * 4 * 4, 0.5)
+    whole = UpdateCost.of(PrivacyTerms(norm_bound=8.0, noise_multiplier=Z), 0.5)
+    assert whole.device_rho == 0.5
+
+
 def used(
     place: SamplerPosition, quota: int, number: int, run: str = "1"
 ) -> tuple[UsedWindow, tuple[int, ...], SamplerPosition]:
