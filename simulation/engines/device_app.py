@@ -99,7 +99,7 @@ def process_app(settings: Settings, part: int, shared_round: SharedRound) -> Cli
     inner, fleet = client_app(virtual_hardware), fleet_spec(settings)
     own_name = identities_of(settings).name(part)
     attempt = TrainAttempt()
-    described = shared_round.described(part)  # before this run was resumed
+    is_new = True
 
     def run(message: Message, context: Context, *, number: int) -> Message:
         context.node_config[SIMULATED] = True
@@ -109,10 +109,11 @@ def process_app(settings: Settings, part: int, shared_round: SharedRound) -> Cli
             return inner(message, context)
 
     def describe(message: Message, context: Context) -> Message:
-        nonlocal described
+        nonlocal is_new
         number = shared_round.number + 1
         if message.metadata.message_type == DESCRIBE:
-            number, described = described or number, 0
+            before = shared_round.described(part) if is_new else 0  # of a run that was resumed
+            number, is_new = before or number, False
             shared_round.note_described(part, number)
         return run(message, context, number=number)
 

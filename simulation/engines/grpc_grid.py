@@ -85,7 +85,11 @@ class SimulatedGrpcGrid(HeadwaterGrid):
                 self._wait()
         while not self._inner.may_begin():
             self._wait()
-        parts = [part for part in self._devices.look() if part not in self._clients.dismissed]
+        connected = {*self._devices.look()}
+        for part in self._part_of.values():
+            if part not in connected:  # it describes itself anew when it is back
+                self._shared_round.note_described(part, 0)
+        parts = connected - self._clients.dismissed
         self._available = {self._node_of[part] for part in parts}
         return self._available
 

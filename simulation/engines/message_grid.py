@@ -105,11 +105,16 @@ class ConnectedDevices:
                 f"at once, at least {self._min_clients} are needed",
                 remedy="lower --min-clients, or raise availability in the fleet's file",
             )
-        return [
+        found = [
             part
             for part in parts
             if is_connected(self._fleet, part, round_number=number, look=look)
         ]
+        # A device that is away describes itself anew when it is back.
+        for part in self._described.keys() - set(found):
+            del self._described[part]
+            self._restored.discard(part)
+        return found
 
 
 class InProcessGrid(HeadwaterGrid):

@@ -244,6 +244,42 @@ def test_a_checkpoint_with_a_feature_that_is_not_here_is_refused_by_its_name(
     assert "scaffold" in done.output
 
 
+AWAY = """
+[[device]]
+count = 8
+examples_per_second = 50
+memory_bytes = 400_000_000
+upload_bytes_per_second = 1_000_000
+on_battery = 0.5
+availability = 0.6
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["in-process", "grpc"])
+@pytest.mark.parametrize("masks", [{}, {"aggregation": "semi-honest"}], ids=["plain", "masked"])
+@pytest.mark.parametrize("cut", [2, 3, 5])
+def test_a_device_that_was_away_describes_itself_anew_and_no_other(
+    tmp_path: Path, engine: str, masks: dict[str, Any], cut: int
+) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(AWAY)
+    runs = []
+    for name in ("whole", "cut"):
+        settings = chosen(tmp_path / name, 7, "described on battery")
+        virtual = {
+            "clients": 8,
+            "fleet": fleet,
+            "engine": engine if name == "cut" else "in-process",
+        }
+        changed = {"simulation": virtual, "secure": masks, "cohort": {"size": 4, "min_clients": 3}}
+        runs.append(Settings.model_validate(settings.model_dump(exclude_unset=True) | changed))
+    simulate(runs[0])
+    simulate(runs[1].model_copy(update={"rounds": cut}))
+    simulate(runs[1], resume=True)
+    assert comparable_rows(tmp_path / "cut") == comparable_rows(tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["in-process", "grpc"])
 def test_devices_are_described_as_they_were_by_whatever_engine_goes_on(
