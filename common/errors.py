@@ -61,7 +61,10 @@ def _is_full(folder: str) -> bool:
         return False
 
 
-OTHER_DTYPE = ("must have the same dtype", "expected scalar type", "Found dtype Double")
+OTHER_DTYPE = (
+    *("must have the same dtype", "expected scalar type", "expected target dtype"),
+    "Found dtype Double",
+)
 """Torch's words of numbers that are no float32, or of classes that are no int64."""
 
 

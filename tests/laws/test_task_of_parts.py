@@ -285,6 +285,16 @@ def test_what_is_no_part_is_refused_by_name(changed: dict[str, Any], said: str) 
     assert found.value.remedy
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.int32, torch.int8, torch.bool])
+def test_labels_of_another_type_are_answered_with_what_to_write(kind: torch.dtype) -> None:
+    data = TensorDataset(numbers(N, 6), (labels(N) % 2).to(kind))
+    with pytest.raises(TaskError) as found:
+        headwater.simulate(
+            model=SCORES, examples=data, loss=nn.CrossEntropyLoss(), clients=3, rounds=1
+        )
+    assert "classes as int64 (tensor.long())" in found.value.remedy
+
+
 def test_an_example_weighs_its_points_where_targets_are_shares() -> None:
     """Of each class at each point, as soft labels of a picture are."""
     points = torch.softmax(numbers(N, 3, 2, 2), 1)
