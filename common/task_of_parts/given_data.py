@@ -56,11 +56,11 @@ def data_set_of(given: Any, name: str) -> Any:
             remedy=f"{name}=loader.dataset; micro_batch_size=N sets what one pass holds",
         )
     members = given if isinstance(given, list | tuple) else [given]
-    if any(hasattr(one, "iloc") for one in members):
+    table = next((one for one in members if hasattr(one, "iloc")), None)
+    if table is not None:
         raise TaskError(
-            f"{name} {'is' if members[0] is given else 'has'} a "
-            f"{next(type(one).__name__ for one in members if hasattr(one, 'iloc'))}, which is no "
-            "array",
+            f"{name} takes arrays, and {'is' if table is given else 'has'} a "
+            f"{type(table).__name__}",
             remedy=f"{name}=(table[INPUTS].to_numpy(), table[TARGET].to_numpy())",
         )
     if isinstance(given, int | float) and name == "test":

@@ -12,7 +12,7 @@ from headwater.common.sums.encoded_vector import Vector
 from headwater.common.terms import Terms
 
 MEASURED: WeakValueDictionary[str, Columns] = WeakValueDictionary()
-"""What the runs of this process measure, by digest. An aggregator knows none: it has no task."""
+"""What the runs of this process measure, by digest; an aggregator's process has no run."""
 
 
 def admit(update: Update, terms: Terms) -> Vector:

@@ -56,6 +56,7 @@ class ConnectedDevices:
         self.last_round = 0
         """The last round whose plans were sent."""
         self._described: dict[int, int] = {}
+        """The round in which each connected device described itself last."""
         self._restored: set[int] = set()
         """Those of them that have not described themselves since ``restore``."""
         self._fleet = fleet

@@ -28,6 +28,21 @@ from tests.plans import plan_of
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
 
 
+def pi_s_report(num_examples: int, *, num_steps: int, num_windows: int = 1) -> UpdateReport:
+    return UpdateReport(
+        name="pi",
+        round=1,
+        num_examples=num_examples,
+        weight=num_examples,
+        loss_sum=0.0,
+        micro_batch_size=1,
+        seconds=1.0,
+        steps=(STEP,) * num_steps,
+        reason="quota",
+        num_windows=num_windows,
+    )
+
+
 def refusal(
     *,
     quota: int,
@@ -50,18 +65,7 @@ def refusal(
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=1, planned_weight=plan.max_examples)
     opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2**53})
-    report = UpdateReport(
-        name="pi",
-        round=1,
-        num_examples=num_examples,
-        weight=num_examples,
-        loss_sum=0.0,
-        micro_batch_size=1,
-        seconds=1.0,
-        steps=(STEP,) * num_steps,
-        reason="quota",
-        num_windows=num_windows,
-    )
+    report = pi_s_report(num_examples, num_steps=num_steps, num_windows=num_windows)
     opened.take(Update(values_P=torch.zeros(0), report=report))
     error = opened.refused.get("pi")
     return None if error is None else error.code
@@ -235,17 +239,7 @@ def test_an_update_beyond_the_norm_is_scaled_to_its_limit_kept_or_refused(
     rules = UpdateRules(norm_watch=NormWatch(multiple=2.5, largest_median=0.5), beyond_norm=beyond)
     plan = plan_of(round=1, run_seed=0, model_version=0, quota=2, micro_batch_size=1)
     opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2}, rules=rules)
-    report = UpdateReport(
-        name="pi",
-        round=1,
-        num_examples=2,
-        weight=2,
-        loss_sum=0.0,
-        micro_batch_size=1,
-        seconds=1.0,
-        steps=(STEP,) * 2,
-        reason="quota",
-    )
+    report = pi_s_report(2, num_steps=2)
     opened.take(Update(values_P=torch.tensor([3.0, 4.0]), report=report))
     assert opened.outliers == ["pi"]
     if expected is None:
