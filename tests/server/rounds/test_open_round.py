@@ -28,16 +28,19 @@ from tests.plans import plan_of
 STEP = Step(num_examples=1, weight=1, loss=0.0, gradient_norm=0.0, seconds=1.0, peak_bytes=0)
 
 
-def pi_s_report(num_examples: int, *, num_steps: int, num_windows: int = 1) -> UpdateReport:
+def report_of(
+    name: str, num_examples: int, *, num_steps: int | None = None, num_windows: int = 1
+) -> UpdateReport:
+    """Return a report of so many examples, with a step for each if nothing else is said."""
     return UpdateReport(
-        name="pi",
+        name=name,
         round=1,
         num_examples=num_examples,
         weight=num_examples,
         loss_sum=0.0,
         micro_batch_size=1,
         seconds=1.0,
-        steps=(STEP,) * num_steps,
+        steps=(STEP,) * (num_examples if num_steps is None else num_steps),
         reason="quota",
         num_windows=num_windows,
     )
@@ -65,7 +68,7 @@ def refusal(
     total = CohortSum(ModelLayout(trainable=()))
     total.open(num_clients=1, planned_weight=plan.max_examples)
     opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2**53})
-    report = pi_s_report(num_examples, num_steps=num_steps, num_windows=num_windows)
+    report = report_of("pi", num_examples, num_steps=num_steps, num_windows=num_windows)
     opened.take(Update(values_P=torch.zeros(0), report=report))
     error = opened.refused.get("pi")
     return None if error is None else error.code
@@ -151,20 +154,6 @@ class Reports(ReportBatch):
         return [noise_sums(one, num_owned=owned[one.name]) for one in self._reports]
 
 
-def report_of(name: str, num_examples: int) -> UpdateReport:
-    return UpdateReport(
-        name=name,
-        round=1,
-        num_examples=num_examples,
-        weight=num_examples,
-        loss_sum=0.0,
-        micro_batch_size=1,
-        seconds=1.0,
-        steps=(STEP,) * num_examples,
-        reason="quota",
-    )
-
-
 def taken(*batches: Sequence[tuple[str, int]]) -> OpenRound:
     """Return a round of quotas of 4 that took these batches of (name, number of examples)."""
     plan = plan_of(round=1, run_seed=0, model_version=0, quota=4, micro_batch_size=1)
@@ -239,7 +228,7 @@ def test_an_update_beyond_the_norm_is_scaled_to_its_limit_kept_or_refused(
     rules = UpdateRules(norm_watch=NormWatch(multiple=2.5, largest_median=0.5), beyond_norm=beyond)
     plan = plan_of(round=1, run_seed=0, model_version=0, quota=2, micro_batch_size=1)
     opened = OpenRound(plans={"pi": plan}, total=total, owned={"pi": 2}, rules=rules)
-    report = pi_s_report(2, num_steps=2)
+    report = report_of("pi", 2)
     opened.take(Update(values_P=torch.tensor([3.0, 4.0]), report=report))
     assert opened.outliers == ["pi"]
     if expected is None:
