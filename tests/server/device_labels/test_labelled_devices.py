@@ -72,8 +72,12 @@ def test_the_wire_takes_labels_and_a_device_without_any() -> None:
     assert "labels" not in DeviceReport(name="a", layout_digest="same").model_dump_json(
         exclude_none=True
     )
+
+
+@pytest.mark.parametrize("text", ["site=lab\n[red]", "site=lab\n", "site=lab,site=home", ",", ""])
+def test_the_wire_refuses_labels_that_no_owner_may_write(text: str) -> None:
     with pytest.raises(ValueError, match="labels"):
-        DeviceReport(name="a", layout_digest="same", labels="site=lab\n[red]")
+        DeviceReport(name="a", layout_digest="same", labels=text)
 
 
 def trained(folder: Path, wanted: str | None, **chosen: object) -> list[set[str]]:
