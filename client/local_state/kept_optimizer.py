@@ -7,6 +7,7 @@ keep theirs too (Douillard et al. 2023, section 2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from headwater.client.own_feature.device_feature import DeviceFeature, DeviceWork
 from headwater.client.own_feature.own_round import OwnRound
 from headwater.client.training.round import Work
+
+SHAPE = "shape"
+"""Of the parameter, beside a state of other shapes, such as the rows and columns of Adafactor."""
 
 
 class KeptOptimizer(DeviceFeature):
@@ -27,24 +31,32 @@ class KeptOptimizer(DeviceFeature):
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Give a new optimizer the state of the last round; one of another model is dropped."""
         self.optimizer = optimizer
-        parameters = _parameters(optimizer)
-        for name, tensor in self.state.items():
-            kind, at, key = name.split(".", 2)
-            if kind != type(optimizer).__name__ or int(at) >= len(parameters):
-                continue
-            parameter = parameters[int(at)]
-            if tensor.dim() == 0 or tensor.shape == parameter.shape:
-                optimizer.state[parameter][key] = tensor.clone()
+        for at, parameter in enumerate(_parameters(optimizer)):
+            begin = _begin(optimizer, at)
+            found = {
+                name.removeprefix(begin): tensor.clone()
+                for name, tensor in self.state.items()
+                if name.startswith(begin)
+            }
+            shape = found.pop(SHAPE, None)
+            if found and (
+                _fits(found, parameter)
+                if shape is None
+                else shape.tolist() == list(parameter.shape)
+            ):
+                optimizer.state[parameter].update(found)
 
     def end(self, work: DeviceWork) -> None:
         """Keep what the steps left; a state that is not finite is dropped."""
         assert self.optimizer is not None
-        found = {
-            f"{type(self.optimizer).__name__}.{at}.{key}": value
-            for at, parameter in enumerate(_parameters(self.optimizer))
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        found: dict[str, Tensor] = {}
+        for at, parameter in enumerate(_parameters(self.optimizer)):
+            state = self.optimizer.state.get(parameter, {})
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            if not _fits(tensors, parameter):
+                tensors[SHAPE] = torch.tensor(parameter.shape)
+            begin = _begin(self.optimizer, at)
+            found |= {begin + key: tensor for key, tensor in tensors.items()}
         is_finite = all(bool(torch.isfinite(one).all()) for one in found.values())
         self.state = found if is_finite else {}
 
@@ -56,6 +68,15 @@ class OptimizerRound(OwnRound):
         kept = self._device
         assert isinstance(kept, KeptOptimizer)
         kept.take(optimizer)
+
+
+def _fits(state: Mapping[str, Tensor], parameter: Tensor) -> bool:
+    """Return whether each tensor is a number or has the parameter's shape."""
+    return all(one.dim() == 0 or one.shape == parameter.shape for one in state.values())
+
+
+def _begin(optimizer: torch.optim.Optimizer, at: int) -> str:
+    return f"{type(optimizer).__name__}.{at}."
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -136,8 +136,11 @@ class LocalWork:
             feature.stepping(self._work, optimizer)
 
     def _directed(self, mean_P: Tensor) -> Tensor:
-        for feature in self._work.features:
-            feature.direction(self._work, mean_P)
+        work, accumulator = self._work, self._context.accumulator
+        for feature in work.features:
+            feature.direction(work, mean_P)
+        accumulator.mark_directed()
+        work.unused = tuple(sorted({*(work.unused or ())} & {*accumulator.unused()}))
         return mean_P
 
     def _open_spool(self, content: StepContent | None) -> SpooledWindow | None:

@@ -95,6 +95,12 @@ class Accumulator:
             if at not in unused:
                 self._versions[at] = -1
 
+    def mark_directed(self) -> None:
+        """Count shared parameters as reached whose gradient is not zero: a feature made it so."""
+        for at in self.unused():
+            if self._views[at].any():
+                self._versions[at] = -1
+
     def hide_unused(self, *, but: Collection[int] = ()) -> None:
         """Let the gradients of parameters that no pass has reached be None until ``zero``.
 

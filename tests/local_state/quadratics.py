@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +39,53 @@ class Quadratics:
         assert isinstance(model, Point)
         curvatures, optima = batch[0].T
         return (curvatures / 2 * (model.at - optima) ** 2).sum(), len(optima), {}
+
+
+class Heads(nn.Module):
+    """Two numbers, of which each example uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+
+class UnlikeHeads(Quadratics):
+    """As ``Quadratics``, but device i trains one head alone: the even or the odd one, as i is."""
+
+    def new_model(self) -> nn.Module:
+        return Heads()
+
+    def train_examples(self, *, data: Path | None, part: int, num_parts: int) -> TensorDataset:
+        one = torch.tensor([float(part % 2), OPTIMA[part % 3]])
+        return TensorDataset(one.repeat(8, 1))
+
+    def loss_sum(
+        self, model: nn.Module, batch: tuple[Tensor]
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        assert isinstance(model, Heads)
+        parities, optima = batch[0].T
+        head = model.odd if parities[0] else model.even
+        return (0.5 * (head - optima) ** 2).sum(), len(optima), {}
+
+
+def scaffold_of_heads(cohorts: Sequence[Collection[int]], rate: float, steps: int) -> list[float]:
+    """Return both heads by algorithm 1: a head that a device does not use has a gradient of 0."""
+    server, known = [0.0, 0.0], dict[int, list[float]]()
+    for cohort in cohorts:
+        mean = [sum(one[at] for one in known.values()) / max(len(known), 1) for at in (0, 1)]
+        ends = []
+        for device in cohort:
+            own = known.get(device, mean)
+            place, seen = list(server), [0.0, 0.0]
+            for _ in range(steps):
+                for at in (0, 1):
+                    gradient = (place[at] - OPTIMA[device % 3]) * (device % 2 == at)
+                    seen[at] += gradient / steps
+                    place[at] -= rate * (gradient + mean[at] - own[at])
+            ends.append((place, device, seen))
+        server = [sum(place[at] for place, _, _ in ends) / len(ends) for at in (0, 1)]
+        known |= {device: seen for _, device, seen in ends}
+    return server
 
 
 def optimum() -> float:

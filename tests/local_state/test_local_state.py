@@ -25,7 +25,13 @@ from headwater.common.terms import named
 from headwater.server.local_training.local_round import local_round
 from headwater.server.rounds import checkpoint
 from tests.local_state.plain_rounds import Cohorts, kept_optimizers, scaffold
-from tests.local_state.quadratics import Quadratics, fixed_point_of_fedavg, optimum
+from tests.local_state.quadratics import (
+    Quadratics,
+    UnlikeHeads,
+    fixed_point_of_fedavg,
+    optimum,
+    scaffold_of_heads,
+)
 from tests.own_feature.plain import CLIENTS, LOCAL, RATE, vector
 from tests.own_feature.test_own_features import scaffold_by_a_plain_loop
 from tests.python_tasks import SIGNS, Signs
@@ -55,6 +61,10 @@ OPTIMIZERS: Mapping[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optim
     ),
     "adamw": ({"local.optimizer": "adamw"}, lambda of: torch.optim.AdamW(of, lr=RATE)),
     "muon": ({"local.optimizer": "muon"}, lambda of: Muon(of, lr=RATE)),
+    "adafactor": (
+        {"local.optimizer": "adafactor"},
+        lambda of: torch.optim.Adafactor(of, lr=RATE),
+    ),
 }
 
 
@@ -79,6 +89,16 @@ def test_devices_that_miss_rounds_go_on_from_their_last(algorithm: str) -> None:
     is_scaffold = algorithm == "scaffold"
     expected = scaffold(cohorts) if is_scaffold else kept_optimizers(cohorts, make, num_parts=5)
     torch.testing.assert_close(vector(run.model), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [5, 2])
+def test_scaffold_steps_what_a_device_s_examples_do_not_use(size: int) -> None:
+    """A round's devices may all leave out one head, which what is left of others then moves."""
+    given: dict[str, Any] = {**LOCAL, "clients": 5, "cohort_size": size, "rounds": 12}
+    given |= {"micro_batch_size": 2, "algorithm": "scaffold", "fleet": "equal"}
+    run = headwater.simulate(UnlikeHeads, **given)
+    expected = scaffold_of_heads(cohorts_of(run), RATE, 4)
+    torch.testing.assert_close(vector(run.model), torch.tensor(expected), rtol=2e-5, atol=2e-6)
 
 
 def point_of(algorithm: str, rounds: int, **more: Any) -> float:
