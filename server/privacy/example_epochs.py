@@ -7,9 +7,10 @@ is in none. The epsilon of a run is that of the device which has begun the most 
 
 Where the server cannot know, every round counts: a device that does not tell how many examples it
 has, or tells another number than before, and all devices once an older checkpoint was brought back.
-The number is the device's own word; a false one misleads it about its own examples alone. Under
-masks a device moves on though its session was aborted, so there too every round counts, and this
-file is not used.
+The number is the device's own word; a false one misleads it about its own examples alone. A device
+that tells another number than before is left out where its noise would be stronger than that of the
+others (``irregular``), so that it does not end the run for all. Under masks a device moves on
+though its session was aborted, so there too every round counts, and this file is not used.
 """
 
 from __future__ import annotations
@@ -113,20 +114,37 @@ class ExampleEpochs:
 
     def affordable(
         self, total: float, *, round_number: int, rounds: int, shares: Mapping[str, Share]
-    ) -> float:
-        """Return the largest cost of each of the remaining rounds, if all devices take part.
+    ) -> dict[str, float]:
+        """Return the largest cost of each of the remaining rounds by device, if it is in them all.
 
-        A device that is not in the coming round (``shares``) counts with its largest quota.
+        The least of them keeps every example within ``total``. A device that is not in the coming
+        round (``shares``) counts with its largest quota.
         """
         places = self._at(round_number)
         quota = max(share.quota for share in shares.values())
         everyone = {
             name: Share(quota=quota, num_owned=one.num_owned) for name, one in places.items()
         }
-        return min(
-            _place(places, name, share).affordable(total, share, rounds)
+        return {
+            name: _place(places, name, share).affordable(total, share, rounds)
             for name, share in (everyone | dict(shares)).items()
-        )
+        }
+
+    def irregular(self, shares: Mapping[str, Share], *, round_number: int) -> set[str]:
+        """Return the devices whose rounds all count, as they told another number than before.
+
+        With them those that are in no coming round, if theirs all count.
+        """
+        found = set()
+        for name, place in self._at(round_number).items():
+            share = shares.get(name)
+            if share is None:
+                is_irregular = place.num_owned is None
+            else:  # one that never told a number is as it was
+                is_irregular = share.num_owned is not None and share.num_owned != place.num_owned
+            if is_irregular:
+                found.add(name)
+        return found
 
     def affordable_beside(self, total: float, *, rounds: int, shares: Mapping[str, Share]) -> float:
         """Return the cost of a round that uses each example once, before so many others.

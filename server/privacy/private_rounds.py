@@ -17,6 +17,11 @@ from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.rounds.features import Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 
+OVERSPENT = (
+    "its examples have spent their part of --privacy-epsilon: it tells another number of them than "
+    "before, so that each further round counts for all of them"
+)
+
 
 class PrivateRounds(RunFeature):
     """Spends a run's privacy, round by round."""
@@ -69,11 +74,17 @@ class PrivateRounds(RunFeature):
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
         """
-        opening.plans = self.privacy.private_plans(
+        plans = self.privacy.private_plans(
             opening.plans,
             max_weight_per_example=self._run.max_weight_per_example,
             owned=opening.owned,
         )
+        out = opening.plans.keys() - plans.keys()
+        opening.plans = plans
+        if out:
+            self._run.planner.exclude(
+                dict.fromkeys(out, OVERSPENT), round_number=self._run.round + 1, is_by_owner=True
+            )
         opening.scale_bits = self.privacy.scale_bits(terms_of(opening.plans.values()))
         # A limit that follows the cohort would let one update change how others are clipped.
         opening.norm_watch = None

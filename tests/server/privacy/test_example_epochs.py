@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 import dp_accounting
 import pytest
@@ -42,6 +43,12 @@ class Device:
         after = taken.after(len(taken.positions))
         self.state = self.state.pend(round_number, after)
         return taken.positions
+
+
+def least(epochs: ExampleEpochs, number: int, rounds: int, shares: Mapping[str, Share]) -> float:
+    left = rounds - number + 1
+    costs = epochs.affordable(5.0, round_number=number, rounds=left, shares=shares)
+    return min(costs.values())
 
 
 ROUND = st.tuples(
@@ -134,9 +141,7 @@ def test_rounds_as_dear_as_affordable_spend_all_and_no_more(
     shares = {f"d{at}": Share(quota=quota, num_owned=n) for at, n in enumerate(numbers)}
     dearest = []
     for round_number in range(1, rounds + 1):
-        rho = epochs.affordable(
-            5.0, round_number=round_number, rounds=rounds - round_number + 1, shares=shares
-        )
+        rho = least(epochs, round_number, rounds, shares)
         dearest.append(rho)
         epochs = epochs.after(round_number, rho, shares)
     assert epochs.most == pytest.approx(5.0)
@@ -149,8 +154,6 @@ def test_a_device_that_joins_late_with_few_examples_exceeds_nothing() -> None:
     for round_number in range(1, 21):
         if round_number == 11:
             shares["few"] = Share(quota=10, num_owned=10)
-        rho = epochs.affordable(
-            5.0, round_number=round_number, rounds=21 - round_number, shares=shares
-        )
+        rho = least(epochs, round_number, 20, shares)
         epochs = epochs.after(round_number, rho, shares)
     assert epochs.most == pytest.approx(5.0)

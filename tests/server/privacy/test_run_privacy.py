@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,6 +145,71 @@ def test_a_run_whose_epochs_are_not_written_down_counts_every_round(tmp_path: Pa
         privacy.open_file(num_rounds=3)
         found.append(privacy.epsilon)
     assert found[0] == found[1] > 0
+
+
+def rounds_of(
+    privacy: RunPrivacy, numbers: Mapping[int, Mapping[str, int]], *, rounds: int = 10
+) -> list[tuple[list[str], float]]:
+    """Run rounds of devices with ``numbers`` of examples, which change in the rounds named."""
+    owned: Mapping[str, int] = {}
+    found = []
+    for number in range(1, rounds + 1):
+        owned = numbers.get(number, owned)
+        asked = {name: plan for name, plan in plans().items() if name in owned}
+        asked = {name: plan.model_copy(update={"round": number}) for name, plan in asked.items()}
+        private = privacy.private_plans(asked, max_weight_per_example=1, owned=owned)
+        terms = terms_of(private.values())
+        privacy.add_noise(CohortSum(layout()), terms, round_number=number, names=private)
+        found.append(([*private], terms.noise_multiplier))
+    return found
+
+
+BY_EPSILON: dict[str, Any] = {
+    "privacy": {"unit": "example", "epsilon": 4.0, "noise_multiplier": None},
+    "cohort": {"min_clients": 2},
+}
+
+
+@pytest.mark.parametrize("told", [101, 99, 3])
+def test_a_device_that_tells_another_number_of_examples_is_left_out_alone(told: int) -> None:
+    rounds = rounds_of(
+        RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: OWNED, 6: {**OWNED, "c": told}}
+    )
+    # In the last round no epoch begins any more, and it may take part again if it can afford it.
+    assert [names for names, _ in rounds][:9] == [["a", "b", "c"]] * 5 + [["a", "b"]] * 4
+    even = rounds_of(RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: OWNED})
+    # No later noise follows what c has begun.
+    assert [noise for _, noise in rounds] == pytest.approx([noise for _, noise in even])
+
+
+def test_it_stays_where_too_few_would_be_left_and_the_noise_follows_it() -> None:
+    chosen = {**BY_EPSILON, "cohort": {"min_clients": 3}}
+    privacy = RunPrivacy(settings(**chosen), num_values=3)
+    rounds = rounds_of(privacy, {1: OWNED, 6: {**OWNED, "c": 101}})
+    assert {len(names) for names, _ in rounds} == {3}
+    assert rounds[5][1] > 2 * rounds[4][1]
+
+
+def test_most_devices_are_not_left_out_for_the_sake_of_one() -> None:
+    """A growing folder is no fault: where most devices' data grow, each round counts."""
+    chosen = {**BY_EPSILON, "cohort": {"min_clients": 1}}
+    privacy = RunPrivacy(settings(**chosen), num_values=3)
+    rounds = rounds_of(privacy, {1: OWNED, 6: {"a": 100, "b": 101, "c": 101}})
+    assert {len(names) for names, _ in rounds} == {3}
+    assert privacy.epsilon <= 4.0
+
+
+def test_the_log_names_the_device_that_makes_the_noise_stronger(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds = rounds_of(
+        RunPrivacy(settings(**BY_EPSILON), num_values=3),
+        {1: {"a": 100, "b": 100}, 3: {**OWNED, "c": 3}},
+    )
+    assert rounds[2][1] > 1.5 * rounds[1][1]
+    said = [one.getMessage() for one in caplog.records if "times as strong" in one.getMessage()]
+    assert len(said) == 1, "once, and not in each round"
+    assert "for c, with 3 examples" in said[0]
 
 
 @pytest.mark.parametrize("epochs", [1, {}, {"round": 1, "rho": 1, "places": {"a": [1]}}])
