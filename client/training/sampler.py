@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.common.errors import PlanWithoutEarlier
+from headwater.common.errors import OutOfMemory, PlanWithoutEarlier
 
 Ints = NDArray[np.int64]
 Seeds = NDArray[np.uint64]
@@ -394,8 +394,15 @@ def splitmix64(seed: Any, number: Any) -> Any:
 def _permute(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:
     # As ``_permutations`` for one client, in less than half the time.
     state = splitmix64(sampler_seed(run_seed, name), epoch + 1)
-    keys: Any = splitmix64(np.uint64(state), np.arange(1, num_examples + 1, dtype=np.uint64))
-    order: Ints = np.argsort(keys)
+    try:
+        keys: Any = splitmix64(np.uint64(state), np.arange(1, num_examples + 1, dtype=np.uint64))
+        order: Ints = np.argsort(keys)
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"the order of {num_examples:,} examples does not fit in the memory: {error}",
+            remedy="give the device fewer examples: len(examples) is the number of those that it "
+            "has, each of which is used once an epoch",
+        ) from None
     return order
 
 

@@ -12,7 +12,8 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
             stack.enter_context(lasting_output())
             stack.enter_context(silent(is_silent))
             stack.enter_context(at_stop_signals(StopRequests(interrupt, interrupt_at_once)))
+            for mode in _own_modes():
+                stack.enter_context(mode)
             if is_main:
                 stack.enter_context(_own_process_state())
                 stack.enter_context(_own_random_numbers())
@@ -67,6 +70,16 @@ def caller_state(*, is_silent: bool) -> Iterator[None]:
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+def _own_modes() -> Iterator[AbstractContextManager[Any]]:
+    """Yield what undoes modes of torch that the caller's lines are in; they are of its thread.
+
+    The settings say what a run computes in, wherever it is called from.
+    """
+    yield torch.inference_mode(False)
+    yield torch.enable_grad()
+    yield torch.autocast("cpu", enabled=False)
 
 
 @contextmanager

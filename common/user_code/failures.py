@@ -10,7 +10,7 @@ import itertools
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -55,11 +55,21 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
         line = (error.text or "").strip()
         return [traceback.FrameSummary(error.filename, error.lineno or 1, "the file", line=line)]
     frames = list(traceback.extract_tb(error.__traceback__))
-    foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    own = [frame for frame in frames if is_users(frame.filename)] or foreign[-1:]
+    own = [frame for frame in frames if is_users(frame.filename)] or _called_by_us(frames)[-1:]
     # A comprehension is a frame of its own at the same line.
     own = own[:1] + [f for outer, f in itertools.pairwise(own) if not _is_inner(f, outer)]
     return own if len(own) <= MAX_FRAMES else [own[0], *own[1 - MAX_FRAMES :]]
+
+
+def _called_by_us(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames outside of this project that come after one of it."""
+    is_ours = [frame.filename.startswith(_OURS) for frame in frames]
+    first = is_ours.index(True) if any(is_ours) else 0
+    return [
+        frame
+        for frame, ours in zip(frames[first:], is_ours[first:], strict=True)
+        if not ours and not frame.filename.startswith("<")
+    ]
 
 
 def user_line() -> str | None:

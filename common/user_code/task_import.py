@@ -281,6 +281,8 @@ def _remedy(error: BaseException, file: Path) -> str:
         return f"put an empty __init__.py beside {file.name}, or import without the dot"
     if isinstance(error, SystemExit):
         return f"put what the file runs as a script under `{MAIN_GUARD}`"
+    if isinstance(error, SyntaxError) and "null bytes" in error.msg:
+        return "save the file as UTF-8: Python reads no other text with a byte of zero in it"
     return system_remedy(str(error)) or "correct the file; -v shows the whole traceback"
 
 

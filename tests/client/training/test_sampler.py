@@ -28,6 +28,7 @@ from headwater.client.training.sampler import (
     split,
     window,
 )
+from headwater.common.errors import OutOfMemory
 
 NUM_EXAMPLES = st.integers(1, 40)
 QUOTA = st.integers(1, 60)
@@ -385,3 +386,9 @@ def test_the_parts_of_a_window_have_its_examples_of_each_epoch(
     ends = {0, *np.cumsum([len(positions) for positions in taken.by_epoch()]).tolist(), middle}
     lengths = np.diff(sorted(ends)).tolist()
     assert [len(p) for part in parts for p in part.by_epoch() if p] == lengths
+
+
+def test_an_order_that_no_memory_holds_says_how_many_examples_there_are() -> None:
+    with pytest.raises(OutOfMemory, match=r"order of 1,125,899,906,842,624 examples") as found:
+        permutation(0, 0, "a", 2**50)
+    assert "fewer examples" in found.value.remedy

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import headwater
 from headwater.common.system.caller_state import caller_state
 from headwater.common.system.console import console, silent
+from tests.python_tasks import Signs
 
 
 def test_a_call_in_another_thread_does_not_undo_the_main_thread_s_changes(
@@ -55,6 +60,25 @@ def test_a_call_in_the_main_thread_restores_the_process(
     assert Path.cwd() == folder
     assert logging.getLogger().handlers == handlers
     assert torch.get_num_threads() == num_threads
+
+
+MODES = [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_inside_of_a_caller_s_mode_is_the_run_outside(
+    mode: Callable[[], AbstractContextManager[object]],
+) -> None:
+    given: dict[str, Any] = {"clients": 3, "rounds": 2, "accumulation_steps": 2}
+    run = headwater.simulate(Signs, **given, progress=False)
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        inside = headwater.simulate(Signs, **given, progress=False)
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
+    for one, other in zip(run.model.parameters(), inside.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert not other.is_inference()
+    assert run.history[-1].loss == inside.history[-1].loss
 
 
 def test_silences_that_overlap_end_with_the_last_one() -> None:

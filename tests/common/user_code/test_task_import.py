@@ -151,6 +151,7 @@ def test_a_file_that_failed_is_imported_anew(tmp_path: Path) -> None:
     ("text", "message", "remedy"),
     [
         ("\ndef (", r"line 2 \(def \(\): SyntaxError", "correct the file"),
+        ("\0", r"SyntaxError: source code string cannot contain null bytes", "UTF-8"),
         (
             "import nowhere_at_all",
             r"line 1 \(.*\): ModuleNotFoundError",
