@@ -66,13 +66,28 @@ def encoded(weight: Tensor) -> Tensor:
     return found
 
 
-def decoded(memory: Tensor, shape: tuple[int, int], rows: slice = slice(None)) -> Tensor:
-    """Return the rows of a weight in float32; the inverse of ``encoded`` but for its rounding."""
+def num_decoded(shape: tuple[int, int]) -> int:
+    """Return the numbers of a weight's blocks, the last of which is filled up."""
+    return -(-shape[0] * shape[1] // BLOCK) * BLOCK
+
+
+def decoded(
+    memory: Tensor,
+    shape: tuple[int, int],
+    rows: slice = slice(None),
+    *,
+    room: Tensor | None = None,
+) -> Tensor:
+    """Return the rows of a weight in float32; the inverse of ``encoded`` but for its rounding.
+
+    They are in the memory of ``room`` if one of ``num_decoded`` values is given.
+    """
     start, stop, _ = rows.indices(shape[0])
     start, stop = start * shape[1], max(stop, start) * shape[1]
     first, last = start // BLOCK, -(-stop // BLOCK)
     codes, scales = _parts(memory)
-    found = torch.empty((last - first) * BLOCK, dtype=torch.float32)
+    number = (last - first) * BLOCK
+    found = torch.empty(number) if room is None else room[:number]
     columns = (
         torch.split(codes[first * BLOCK // 2 : last * BLOCK // 2], CHUNK_BLOCKS * BLOCK // 2),
         # An element is two numbers.
@@ -80,9 +95,9 @@ def decoded(memory: Tensor, shape: tuple[int, int], rows: slice = slice(None)) -
         torch.split(found.view(-1, BLOCK), CHUNK_BLOCKS),
         torch.split(scales[first:last, None], CHUNK_BLOCKS),
     )
-    room = torch.empty(CHUNK_BLOCKS * BLOCK // 2, dtype=torch.int32)
+    wide = torch.empty(CHUNK_BLOCKS * BLOCK // 2, dtype=torch.int32)
     for own_codes, pairs, blocks, own_scales in zip(*columns, strict=True):
-        keys = room[: len(own_codes)].copy_(own_codes)
+        keys = wide[: len(own_codes)].copy_(own_codes)
         torch.index_select(_pairs(), 0, keys, out=pairs)
         blocks.mul_(own_scales)
     start, stop = start - first * BLOCK, stop - first * BLOCK

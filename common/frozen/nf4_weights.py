@@ -10,7 +10,8 @@ weight, and autograd keeps that until the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
-from headwater.common.frozen.nf4_codes import STORED, decoded, encoded, num_words
-from headwater.common.model.bfloat16_weights import RELEASED_BYTES, round_weights
+from headwater.common.frozen.nf4_codes import (
+    STORED,
+    decoded,
+    encoded,
+    num_decoded,
+    num_words,
+)
+from headwater.common.model.bfloat16_weights import (
+    RELEASED_BYTES,
+    lent_room,
+    may_be_lent,
+    round_weights,
+)
 from headwater.common.model.layout import is_stand_in, stand_in
 from headwater.common.model.vectors import all_finite
 from headwater.common.system.heap import release_freed_memory
@@ -163,10 +175,10 @@ class _Product(torch.autograd.Function):
         shape: tuple[int, int],
         is_turned: bool,
     ) -> Tensor:
-        weight = decoded(memory, shape).to(values.dtype)
-        if is_turned:
-            return torch.addmm(bias_O, values, weight)  # type: ignore[arg-type]
-        outputs = functional.linear(values, weight, bias_O)
+        with _wide(memory, shape, values.dtype) as weight:
+            if is_turned:
+                return torch.addmm(bias_O, values, weight)  # type: ignore[arg-type]
+            outputs = functional.linear(values, weight, bias_O)
         # Of more than two dimensions torch computes it as a view, which no operation after a
         # Function may change in place.
         found: Tensor = torch.ops.aten._unsafe_view(outputs, outputs.shape)
@@ -183,11 +195,21 @@ class _Product(torch.autograd.Function):
         has_values, has_bias = ctx.needs_input_grad[:2]
         of_values = of_bias = None
         if has_values:
-            weight = decoded(memory, ctx.shape).to(grad.dtype)
-            of_values = grad @ (weight.t() if ctx.is_turned else weight)
+            with _wide(memory, ctx.shape, grad.dtype) as weight:
+                of_values = grad @ (weight.t() if ctx.is_turned else weight)
         if has_bias:
             of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return of_values, of_bias, None, None, None
+
+
+@contextmanager
+def _wide(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Give a decoded weight in a dtype until the block ends."""
+    if may_be_lent(dtype):
+        with lent_room(num_decoded(shape)) as room:
+            yield decoded(memory, shape, room=room)
+    else:
+        yield decoded(memory, shape).to(dtype)
 
 
 def _getters(*names: str) -> set[Any]:

@@ -12,6 +12,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Parameters of mallopt(3); MMAP_THRESHOLD_BYTES is glibc's initial value.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 * 1024
@@ -131,8 +132,13 @@ def rare_collections() -> Iterator[None]:
         gc.collect()  # else the devices' data of a finished run stays in memory
 
 
+ROOMS: list[Any] = []
+"""Memory that is kept for its next use until ``release_freed_memory``."""
+
+
 def release_freed_memory() -> None:
     """Release freed memory to the operating system."""
+    ROOMS.clear()
     _libc("malloc_trim")(0)
 
 

@@ -7,6 +7,7 @@ attention, a convolution, products with a view, an index, and operations that ar
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,13 +20,14 @@ from headwater.client.memory.peak_model import PeakMeter, resident_bytes
 from headwater.common.errors import UnsupportedModel
 from headwater.common.model.bfloat16_weights import (
     Bfloat16Weight,
+    lent_room,
     store_in_bfloat16,
     stored_frozen,
 )
 from headwater.common.model.chunked_cross_entropy import chunked_cross_entropy
 from headwater.common.model.frozen_part import digest_of
 from headwater.common.model.parameters import ModelImage, build_model, state_dict
-from headwater.common.system.heap import release_freed_memory
+from headwater.common.system.heap import ROOMS, release_freed_memory
 from tests.adapted import Adapted, AdaptedNet
 
 WORDS, WIDTH, MIB = 20, 8, 1 << 20
@@ -118,6 +120,37 @@ def test_what_the_forward_pass_widens_is_not_kept_for_the_backward_pass() -> Non
         layer(torch.ones(2, 64, requires_grad=True))
     assert [tensor.dtype for tensor in kept] == [torch.bfloat16]
     assert kept[0].data_ptr() == layer.weight.data_ptr()
+
+
+def test_one_weight_s_room_is_lent_to_the_next_and_released_with_freed_memory() -> None:
+    release_freed_memory()
+    assert not ROOMS
+    with lent_room(30) as large, lent_room(10) as other:  # of another thread, say
+        assert other.data_ptr() != large.data_ptr()
+    with lent_room(20) as small:
+        assert len(small) == 20
+    assert [room.numel() for room in ROOMS] == [20], "the one that came back first was too small"
+    with lent_room(30) as larger:
+        address = larger.data_ptr()
+    with lent_room(30) as again:
+        assert again.data_ptr() == address
+    release_freed_memory()
+    assert not ROOMS
+
+
+def test_products_of_two_threads_do_not_share_a_room() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Linear(300, 200, bias=False) for _ in range(2))
+    plain.requires_grad_(False)
+    for layer in plain:
+        layer.weight.copy_(layer.weight.bfloat16())
+    stored = copy.deepcopy(plain)
+    store_in_bfloat16(stored)
+    values = torch.randn(50, 300)
+    expected = [layer(values) for layer in plain]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda at: stored[at % 2](values), range(200)))
+    assert all(torch.equal(one, expected[at % 2]) for at, one in enumerate(found))
 
 
 def test_a_frozen_head_in_bfloat16_gives_the_chunked_loss_of_its_rounded_self() -> None:
