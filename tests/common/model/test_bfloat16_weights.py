@@ -140,12 +140,11 @@ def test_one_weight_s_room_is_lent_to_the_next_and_released_with_freed_memory() 
 
 def test_products_of_two_threads_do_not_share_a_room() -> None:
     torch.manual_seed(0)
-    plain = nn.ModuleList(nn.Linear(300, 200, bias=False) for _ in range(2))
-    plain.requires_grad_(False)
+    plain = [nn.Linear(300, 200, bias=False).requires_grad_(False) for _ in range(2)]
     for layer in plain:
         layer.weight.copy_(layer.weight.bfloat16())
     stored = copy.deepcopy(plain)
-    store_in_bfloat16(stored)
+    store_in_bfloat16(nn.ModuleList(stored))
     values = torch.randn(50, 300)
     expected = [layer(values) for layer in plain]
     with ThreadPoolExecutor(2) as pool:
