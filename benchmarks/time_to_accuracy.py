@@ -201,18 +201,13 @@ class Race:
             num_invited=row.num_invited,
         )
 
-    def take_with_absences(self, deadline_seconds: float | None) -> Callable[[RoundRow], None]:
-        """Return what takes a round on a fleet with absences; it raises as ``take_ours``."""
-
-        def take(row: RoundRow) -> None:
-            num_lost = row.num_invited - row.num_clients
-            seconds = row.virtual_seconds or 0.0
-            if deadline_seconds is not None and num_lost:
-                seconds = deadline_seconds
-            accuracy = row.metrics["test_accuracy"]
-            self._take(seconds, accuracy, num_lost=num_lost, num_invited=row.num_invited)
-
-        return take
+    def take_with_absences(self, row: RoundRow) -> None:
+        """Take a round on a fleet with absences; raise as ``take_ours``."""
+        num_lost = row.num_invited - row.num_clients
+        accuracy = row.metrics["test_accuracy"]
+        self._take(
+            row.virtual_seconds or 0.0, accuracy, num_lost=num_lost, num_invited=row.num_invited
+        )
 
     def take_fedavg(self, done: Round) -> None:
         """Take a round of FedAvg; raise as ``take_ours``."""
@@ -478,7 +473,7 @@ def _seconds_with_absences(
             },
         )
         race = Race(case.accuracy, limit_seconds)
-        take = race.take_with_absences(settings.cohort.deadline_seconds)
+        take = race.take_with_absences
         with contextlib.suppress(_Ended):
             run_engine(settings, on_round=take, resume=False)
         found.append(race.outcome().seconds)

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from headwater.common.errors import remedy_in_traceback
 from headwater.common.settings.schema import Settings
 from headwater.common.settings.sources import from_run_config
 from headwater.server.features import grid_fleet, observers
@@ -63,21 +64,22 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        settings = from_run_config(context.run_config)
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        with locked_without_server(settings.out if locks_folder else None):
-            own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
-            fleet = grid_fleet(grid, own.training)
-            own_observers = [RoundLog(), SameData(settings.task), *observers(own.training)]
-            run(
-                own.training,
-                fleet,
-                on_round=on_round,
-                resume=resume,
-                observer=Observers(*own_observers, *own.trackers, observer),
-                run_round=round_runner(settings, fleet),
-            )
+        with remedy_in_traceback():
+            settings = from_run_config(context.run_config)
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            with locked_without_server(settings.out if locks_folder else None):
+                own = loaded or load_run(settings, run_id=context.run_id, resume=resume)
+                fleet = grid_fleet(grid, own.training)
+                own_observers = [RoundLog(), SameData(settings.task), *observers(own.training)]
+                run(
+                    own.training,
+                    fleet,
+                    on_round=on_round,
+                    resume=resume,
+                    observer=Observers(*own_observers, *own.trackers, observer),
+                    run_round=round_runner(settings, fleet),
+                )
 
     return app
 

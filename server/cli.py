@@ -380,6 +380,9 @@ def report(
         str, typer.Option("--since", metavar="TIME", help="How long a period is: 30d, 12h, ...")
     ] = "7d",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_html: Annotated[
+        bool, typer.Option("--html", help="Write the run's page, report.html, into its folder.")
+    ] = False,
 ) -> None:
     """Show a run's last week beside the week before.
 
@@ -387,9 +390,14 @@ def report(
     and the alerts. It reads the run's folder, so it works whether or not the server runs.
     """
     from headwater.common.parsed_text import parse_duration
-    from headwater.common.system.console import print_table
+    from headwater.common.system.console import print_table, print_text
     from headwater.server.report import period_summary
 
+    if as_html:
+        from headwater.server.report.report import write_report
+
+        print_text(f"written to {write_report(out)}")
+        return
     found = period_summary.summary(out, seconds=parse_duration(since))
     if as_json:
         typer.echo(period_summary.as_json(found))

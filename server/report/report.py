@@ -38,6 +38,14 @@ class ReportWriter(Observer):
         """Write the report; without a committed round, or on a full disk, there is none."""
         if self._folder is None:
             return
+        if not STATIC.exists():
+            log.info(
+                "no %s: Flower's bundle of this app holds no page; where Headwater is installed, "
+                "`headwater-server report --out %s --html` writes it",
+                REPORT,
+                self._folder,
+            )
+            return
         try:
             write_report(self._folder)
         except HeadwaterError as error:
@@ -46,8 +54,8 @@ class ReportWriter(Observer):
             log.warning("no %s in %s: %s", REPORT, self._folder, error.strerror)
 
 
-def write_report(folder: Path) -> None:
-    """Write the report of a folder's rounds into it.
+def write_report(folder: Path) -> Path:
+    """Write the report of a folder's rounds into it; return its path.
 
     Raises:
         SettingsError: the folder holds no rounds.
@@ -70,7 +78,9 @@ def write_report(folder: Path) -> None:
             for name in names[: MAX_DEVICE_POINTS // each]
         },
     }
-    write_atomically(folder / REPORT, report_html(state).encode())
+    path = folder / REPORT
+    write_atomically(path, report_html(state).encode())
+    return path
 
 
 def report_html(state: object) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from headwater.common.errors import (
     FeatureMissing,
     HeadwaterError,
+    LateUpdate,
     RoundAborted,
     RunFolderGone,
     TaskError,
@@ -302,8 +303,20 @@ def synchronous_round(training: Training, fleet: Fleet, observer: Observer) -> R
     observer.asked(opened)
     _train(training, fleet, opened, watch)
     row = finish_round(training, fleet, observer, planned, opened, watch, before)
-    is_virtual = fleet.has_virtual_clock
-    return replace(row, virtual_seconds=row.slowest_client_seconds) if is_virtual else row
+    if not fleet.has_virtual_clock:
+        return row
+    return replace(row, virtual_seconds=_virtual_seconds(row, opened, training.settings))
+
+
+def _virtual_seconds(row: RoundRow, opened: OpenRound, settings: Settings) -> float:
+    """Return when a simulated round ends: with its slowest update, or at its deadline.
+
+    Until then a server waits for a device that is late.
+    """
+    deadline = settings.cohort.deadline_seconds
+    if deadline is None or not any(isinstance(e, LateUpdate) for e in opened.refused.values()):
+        return row.slowest_client_seconds
+    return deadline
 
 
 def finish_round(

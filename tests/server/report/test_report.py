@@ -7,7 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
+from typer.testing import CliRunner
 
+from headwater.common.settings.schema import Settings
+from headwater.server.cli import app
 from headwater.server.operations.round_log import REPORT
 from headwater.server.report import report
 from tests.round_rows import client, row
@@ -63,12 +67,26 @@ def test_a_report_of_many_devices_stays_small(
 def test_without_a_round_there_is_no_report_and_no_complaint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torch import nn
-
-    from headwater.common.settings.schema import Settings
-
     writer = report.ReportWriter()
     writer.started(Settings(out=tmp_path), round_number=0, model=nn.Linear(1, 1))
     writer.ended()
     assert not (tmp_path / REPORT).exists()
     assert not caplog.records
+
+
+def test_where_the_page_is_not_installed_the_log_says_what_writes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "run", row(1, "a"))
+    (folder / REPORT).unlink(missing_ok=True)
+    caplog.set_level("INFO")
+    with monkeypatch.context() as bundle:
+        bundle.setattr(report, "STATIC", tmp_path / "not in the bundle")
+        writer = report.ReportWriter()
+        writer.started(Settings(out=folder), round_number=0, model=nn.Linear(1, 1))
+        writer.ended()
+    assert not (folder / REPORT).exists()
+    assert f"headwater-server report --out {folder} --html" in caplog.text
+    done = CliRunner().invoke(app, ["report", "--out", str(folder), "--html"])
+    assert done.exit_code == 0, done.output
+    assert state_in((folder / REPORT).read_text())["num_points"] == 1

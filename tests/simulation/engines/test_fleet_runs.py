@@ -165,6 +165,43 @@ def test_a_round_of_ten_hours_is_reported_in_virtual_seconds(tmp_path: Path) -> 
     assert rows[0]["num_examples"] == 5 * 18
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"simulation.compute": "one-by-one"},
+        {"simulation.compute": "fused"},
+        {"secure.aggregation": "semi-honest"},
+        pytest.param({"simulation.engine": "grpc"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_round_with_a_late_device_lasts_to_its_deadline(
+    tmp_path: Path, way: dict[str, object]
+) -> None:
+    path, faults = tmp_path / "fleet.toml", tmp_path / "faults.toml"
+    path.write_text(
+        "[[device]]\nexamples_per_second = 100\nmemory_bytes = 4_000_000_000\n"
+        "upload_bytes_per_second = 1_000_000\ncount = 5\n"
+    )
+    faults.write_text(
+        "[[slow_link]]\ndevices = [1]\nfactor = 100000\nfirst_round = 2\nlast_round = 2\n"
+    )
+    chosen = {
+        "task": "examples/digits.py:Digits",
+        "rounds": 2,
+        "plan.accumulation_steps": 2,
+        "plan.micro_batch_size": 4,
+        "cohort.deadline_seconds": 7.0,
+        "cohort.min_clients": 3,
+        "simulation.faults": faults,
+        "secure.min_members": 3,
+    }
+    rows = run(on_fleet(path, tmp_path / "out", **chosen, **way))
+    assert [row["num_clients"] for row in rows] == [5, 4]
+    assert rows[0]["virtual_seconds"] == rows[0]["slowest_client_seconds"] < 1
+    assert rows[1]["virtual_seconds"] == 7.0
+    assert rows[1]["slowest_client_seconds"] < 1
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_idle_time_and_resumes_from_the_recorded_file(
     tmp_path: Path,
