@@ -196,6 +196,13 @@ def _number_of_bytes(given: object) -> object:
     return given if found is None else int(Decimal(found[1]) * PREFIXES[found[2].lower()])
 
 
+def _not_empty(given: object) -> object:
+    """Refuse an empty text, which as a path is the working folder."""
+    if given == "":
+        raise ValueError("expected a path")
+    return given
+
+
 Scalar = bool | int | float | str
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Unit("N")]
 Threads = Annotated[int, Field(ge=1, le=1024), Unit("N")]
@@ -215,8 +222,8 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 86_400, allow_inf_nan=False), Uni
 Address = Annotated[str, Unit("HOST:PORT")]
 Addresses = Annotated[str, Unit("HOST:PORT[,...]")]
 Name = Annotated[str, Unit("NAME")]
-Folder = Annotated[Path, Unit("DIR")]
-File = Annotated[Path, Unit("FILE")]
+Folder = Annotated[Path, BeforeValidator(_not_empty), Unit("DIR")]
+File = Annotated[Path, BeforeValidator(_not_empty), Unit("FILE")]
 Kind = Annotated[str, AfterValidator(_check_partition), Unit("KIND")]
 Patterns = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(PATTERNS)]
 Keys = Annotated[str, BeforeValidator(_joined_patterns), Field(max_length=1000), Unit(KEYS)]

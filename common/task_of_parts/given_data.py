@@ -69,7 +69,9 @@ def data_set_of(given: Any, name: str) -> Any:
             remedy=f"test_fraction={given} and evaluate_on_devices=True hold a share of each "
             "client's examples out; or split with torch.utils.data.random_split",
         )
-    if isinstance(given, list | tuple) and given:
+    if isinstance(given, list | tuple) and not given:
+        raise TaskError(f"{name} is empty", remedy=f"{name}=(inputs, targets), or a data set")
+    if isinstance(given, list | tuple):
         if all(isinstance(one, Tensor | np.ndarray) and one.ndim for one in given):
             return _of_columns(given, name)
         if all(isinstance(one, Dataset) and isinstance(one, Examples) for one in given):

@@ -18,7 +18,12 @@ from torch import nn
 from headwater.common.errors import RunFolderGone, StateError, system_remedy
 from headwater.common.parsed_text import json_of
 from headwater.common.settings.schema import Settings
-from headwater.common.system.atomic_file import make_private_folder, regular, write_atomically
+from headwater.common.system.atomic_file import (
+    atomic_writer,
+    make_private_folder,
+    regular,
+    write_atomically,
+)
 from headwater.server.operations.curves import curves
 from headwater.server.operations.log_limits import (
     RowsFile,
@@ -358,6 +363,8 @@ def _draw(folder: Path, task: str | None) -> None:
         log.warning("no curves.png: pip install 'headwater[server]' draws one")
         return
     try:
-        curves(rows, task=task).savefig(folder / CURVES, dpi=120)
+        figure = curves(rows, task=task)
+        with atomic_writer(folder / CURVES, is_durable=False) as part:
+            figure.savefig(part, dpi=120, format="png")
     except (ArithmeticError, ValueError) as error:
         log.warning("no %s: %s", CURVES, error)

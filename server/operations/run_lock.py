@@ -113,8 +113,11 @@ def locked_without_server(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    with contextlib.suppress(OSError):  # the lock says what is wrong with the folder
+    try:
         make_private_folder(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else the lock says what is wrong with it
+            raise _cannot_write(folder, error) from error
     lock = RunLock(folder)
     try:
         with contextlib.suppress(OSError):  # a full disk: the lock holds without them
@@ -131,10 +134,14 @@ def _opened(path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         return os.open(path, flags, OWNER_ONLY)
     except OSError as error:
-        raise StateError(
-            f"cannot write {path}: {error.strerror}",
-            remedy=system_remedy(str(error)) or "choose another --out",
-        ) from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"cannot write {path}: {error.strerror}",
+        remedy=system_remedy(str(error)) or "choose another --out",
+    )
 
 
 def _is_at(file: int, path: Path) -> bool:

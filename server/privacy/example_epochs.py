@@ -9,8 +9,8 @@ Where the server cannot know, every round counts: a device that does not tell ho
 has, or tells another number than before, and all devices once an older checkpoint was brought back.
 The number is the device's own word; a false one misleads it about its own examples alone. A device
 that tells another number than before is left out where its noise would be stronger than that of the
-others (``irregular``), so that it does not end the run for all. Under masks a device moves on
-though its session was aborted, so there too every round counts, and this file is not used.
+others (``affordable_noise``), so that it does not end the run for all. Under masks a device moves
+on though its session was aborted, so there too every round counts, and this file is not used.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from headwater.common.task import weight_unit
 from headwater.server.aggregation.round_reports import RoundSum
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
+from headwater.server.rounds.checkpoint import check_space
 from headwater.server.rounds.features import Opening, RunFeature, RunState
 from headwater.server.rounds.open_round import OpenRound
 
@@ -73,7 +74,12 @@ class PrivateRounds(RunFeature):
 
         Raises:
             PrivacySpent: one more sum would exceed the run's epsilon.
+            CheckpointFailed: the disk has no room for the step: what the round's noise has spent
+                would be lost.
         """
+        if self._run.settings.out is not None:
+            num_parameters = self._run.image.layout.num_parameters
+            check_space(self._run.settings.out, num_parameters=num_parameters)
         plans = self.privacy.private_plans(
             opening.plans,
             max_weight_per_example=self._run.max_weight_per_example,

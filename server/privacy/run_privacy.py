@@ -7,7 +7,6 @@ the sum with its noise alone.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from headwater.server.privacy.accountant import (
     multiplier_of,
     multiplier_of_rest,
 )
+from headwater.server.privacy.affordable_noise import AffordableNoise
 from headwater.server.privacy.banded_noise import BandedNoise, banded_noise
 from headwater.server.privacy.clip_norm import ClipNorm
 from headwater.server.privacy.example_epochs import NOBODY, ExampleEpochs, Share
@@ -50,11 +50,6 @@ from headwater.server.privacy.spent_budget import (
     write_events,
 )
 from headwater.server.secagg.unmask_phase import UnmaskedSum
-
-log = logging.getLogger(__name__)
-
-STRONGER = 1.5
-"""The log names a device that makes the noise so many times as strong for all."""
 
 
 class RunPrivacy:
@@ -91,16 +86,17 @@ class RunPrivacy:
         """How far the devices are in their epochs; None where every round counts."""
         if chosen.unit == "example" and settings.secure.aggregation == "off":
             self._epochs = NOBODY
+        self._affordable: AffordableNoise | None = None
+        """What the devices afford where the noise follows an epsilon for each example."""
+        if self._epochs is not None and self._rho is not None:
+            min_clients = settings.cohort.min_clients
+            self._affordable = AffordableNoise(self._rho, min_clients=min_clients)
         self._banded: BandedNoise | None = None
         """The noise that is correlated over rounds; None where each round's is independent."""
         if chosen.bands > 1:
             self._banded = self._open_banded(None, num_rounds=0)
         self._shares: Mapping[str, Share] = {}
         """The devices' parts of the current round."""
-        self._overspent: set[str] = set()
-        """The devices that the noise of the current round does not follow, as they are in none."""
-        self._weakest: str | None = None
-        """The device of which the log says last that the noise is stronger for it."""
         self.publish: Callable[[], None] = lambda: None
         """Called when it is stored that a sum was opened, before the sum is used."""
 
@@ -214,69 +210,27 @@ class RunPrivacy:
     def _multiplier_of_rest(self, rho: float, *, round_number: int) -> float:
         """Return the noise that spends the rest of ``rho`` evenly over the remaining rounds."""
         rounds = self._rounds_from(round_number)
-        if self._epochs is None:
+        if self._epochs is None or self._affordable is None:
             events = self._accountant.events
             return multiplier_of_rest(rho, events, rounds=rounds, gain=self._gain)
-        costs = self._epochs.affordable(
-            rho, round_number=round_number, rounds=rounds, shares=self._shares
-        )
-        costs = {name: cost for name, cost in costs.items() if name not in self._overspent}
-        self._note_weakest(costs, rho)
-        return multiplier_of(min(costs.values()), of=rho)
-
-    def _note_weakest(self, costs: Mapping[str, float], rho: float) -> None:
-        """Log which device makes the noise stronger for all, if one does."""
-        weakest = min(costs, key=costs.__getitem__)
-        others = min((cost for name, cost in costs.items() if name != weakest), default=0.0)
-        if weakest == self._weakest or others < STRONGER**2 * costs[weakest] or costs[weakest] <= 0:
-            return
-        self._weakest = weakest
-        share = self._shares.get(weakest)
-        of = (
-            "" if share is None or share.num_owned is None else f", with {share.num_owned} examples"
-        )
-        log.warning(
-            "the noise is %.1f times as strong for %s%s: it begins an epoch more often than the "
-            "others, or tells another number of examples than before (a noise multiplier of %.3g, "
-            "and %.3g without it)",
-            math.sqrt(others / costs[weakest]),
-            weakest,
-            of,
-            multiplier_of(costs[weakest], of=rho),
-            multiplier_of(others, of=rho),
+        return self._affordable.multiplier(
+            self._shares, self._epochs, round_number=round_number, rounds=rounds
         )
 
-    def _without_overspent(
+    def _shares_of(
         self, plans: Mapping[str, Plan], owned: Mapping[str, int]
-    ) -> Mapping[str, Plan]:
-        """Return the plans without those of devices that told other numbers of examples before.
-
-        They stay where the noise need not be stronger for them, and where they are the greater part
-        or too few others would be left: then the noise is what every device can afford.
-        """
-        self._shares = {
+    ) -> Mapping[str, Share]:
+        """Return the devices' parts of a round, without those that are left out of it."""
+        shares = {
             name: Share(quota=plan.quota, num_owned=told(owned[name]))
             for name, plan in plans.items()
         }
-        self._overspent = set()
-        if self._epochs is None or self._rho is None:
-            return plans
-        round_number = next(iter(plans.values())).round
-        costs = self._epochs.affordable(
-            self._rho,
-            round_number=round_number,
-            rounds=self._rounds_from(round_number),
-            shares=self._shares,
+        if self._epochs is None or self._affordable is None:
+            return shares
+        number = next(iter(plans.values())).round
+        return self._affordable.without_irregular(
+            shares, self._epochs, round_number=number, rounds=self._rounds_from(number)
         )
-        irregular = self._epochs.irregular(self._shares, round_number=round_number)
-        left = plans.keys() - irregular
-        if len(left) < max(self._settings.cohort.min_clients, len(plans) / 2):
-            return plans
-        enough = min(cost for name, cost in costs.items() if name not in irregular)
-        self._overspent = {name for name in irregular if costs[name] < enough}
-        names = [name for name in plans if name not in self._overspent]
-        self._shares = {name: self._shares[name] for name in names}
-        return {name: plans[name] for name in names}
 
     def check_left(self, *, round_number: int) -> None:
         """Check that something is left for a round, if no device's place in its data decides that.
@@ -296,7 +250,7 @@ class RunPrivacy:
     ) -> dict[str, Plan]:
         """Return the plans with the round's terms, which are the same for all devices.
 
-        Those of devices whose examples have hardly any of the epsilon left are left out.
+        Devices that make the noise stronger for another number of examples are left out.
         ``owned`` are the numbers of examples that the devices have, or ``UNTOLD_EXAMPLES``.
 
         Raises:
@@ -305,7 +259,8 @@ class RunPrivacy:
         if not plans:
             return dict(plans)
         self._least_of_round = None
-        plans = self._without_overspent(plans, owned)
+        self._shares = self._shares_of(plans, owned)
+        plans = {name: plans[name] for name in self._shares}
         round_number = next(iter(plans.values())).round
         terms = round_terms(
             plans.values(),

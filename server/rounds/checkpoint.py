@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,6 +36,7 @@ from headwater.common.model.tensor_file import write_tensors
 from headwater.common.model.trained_model import CHECKPOINT_KEY
 from headwater.common.parsed_text import json_of
 from headwater.common.system.atomic_file import atomic_writer
+from headwater.common.wording import bytes_text
 
 FILE = "checkpoint.safetensors"
 FROZEN = "frozen.safetensors"
@@ -121,6 +123,31 @@ def save(
             write_tensors(part, tensors, metadata)
     except (OSError, ValueError) as error:
         raise _failed(f"round {progress.round} could not be saved in {folder}: {error}") from error
+
+
+SPARE_BYTES = 64 << 10
+"""What else a round writes into the folder, at least."""
+
+
+def check_space(folder: Path, *, num_parameters: int) -> None:
+    """Check that the next checkpoint has room beside the last one, before a round begins.
+
+    For rounds that a run cannot repeat without a loss.
+
+    Raises:
+        CheckpointFailed: it has none.
+    """
+    try:
+        needed, free = 4 * num_parameters, shutil.disk_usage(folder).free
+        if (folder / FILE).exists():
+            needed = (folder / FILE).stat().st_size
+    except OSError:  # the checkpoint says what is wrong with the folder
+        return
+    if free < needed + SPARE_BYTES:
+        raise _failed(
+            f"the next round is not begun: its checkpoint takes {bytes_text(needed)}, and "
+            f"{bytes_text(free)} are free in {folder} (No space left on device)"
+        )
 
 
 def _failed(message: str) -> CheckpointFailed:

@@ -80,6 +80,7 @@ OF_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"examples": OF_CLIENTS, "clients": 3}, "clients=4"),
     ({"examples": Table()}, "(table[INPUTS].to_numpy(), table[TARGET].to_numpy())"),
     ({"examples": (Table(), TARGETS)}, "(table[INPUTS].to_numpy(), table[TARGET].to_numpy())"),
+    ({"examples": []}, "examples=(inputs, targets), or a data set"),
     ({"examples": {"a": DATA}}, "a list of data sets"),
     ({"examples": iter([])}, "arrays as in (X, y)"),
     ({"examples": INPUTS}, "arrays as in (X, y)"),

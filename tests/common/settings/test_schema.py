@@ -81,6 +81,12 @@ def test_an_empty_string_in_the_run_config_means_not_set() -> None:
     assert from_run_config({"out": "", "cohort.deadline_seconds": ""}) == Settings()
 
 
+@pytest.mark.parametrize("key", ["out", "tls.ca", "client.state"])
+def test_an_empty_path_is_refused_and_is_not_the_working_folder(key: str) -> None:
+    with pytest.raises(SettingsError, match="expected a path, found ''"):
+        load(None, {key: ""})
+
+
 def test_the_default_tree_survives_both_ways(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(Settings().to_toml())

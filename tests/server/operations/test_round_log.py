@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import time
@@ -173,6 +174,20 @@ def test_the_curves_are_drawn_for_any_loss(tmp_path: Path, loss: float) -> None:
         round_log.stepped(row(number, *CLIENTS, loss=loss, metrics={}))
     round_log.ended()
     drawn(tmp_path)
+
+
+@pytest.mark.usefixtures("draws_curves")
+def test_a_disk_that_fills_up_leaves_no_half_of_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fills(self: object, file: Path, **_: object) -> None:
+        Path(file).write_bytes(b"\x89PNG")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fills)
+    written(tmp_path, 3)
+    assert not [*tmp_path.glob("curves*")]
+    assert "no curves.png" in caplog.text
 
 
 @pytest.mark.slow

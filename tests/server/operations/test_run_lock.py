@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from headwater.common.errors import SettingsError, StateError
-from headwater.server.operations.run_lock import FILE, FRESH_SECONDS, RunLock, read_server_state
+from headwater.server.operations.run_lock import (
+    FILE,
+    FRESH_SECONDS,
+    RunLock,
+    locked_without_server,
+    read_server_state,
+)
 from tests.processes import ROOT
 
 HOLD = """
@@ -72,3 +78,9 @@ def test_a_killed_server_leaves_no_lock_behind(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="cannot write"):
         RunLock(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(StateError, match=r"cannot write .*file.run"),
+        locked_without_server(tmp_path / "file" / "run"),
+    ):
+        pass

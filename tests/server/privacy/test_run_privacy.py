@@ -209,7 +209,7 @@ def test_the_log_names_the_device_that_makes_the_noise_stronger(
     assert rounds[2][1] > 1.5 * rounds[1][1]
     said = [one.getMessage() for one in caplog.records if "times as strong" in one.getMessage()]
     assert len(said) == 1, "once, and not in each round"
-    assert "for c, with 3 examples" in said[0]
+    assert "for 1 device with few examples, or whose rounds all count: c with 3" in said[0]
 
 
 @pytest.mark.parametrize("epochs", [1, {}, {"round": 1, "rho": 1, "places": {"a": [1]}}])

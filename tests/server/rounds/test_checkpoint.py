@@ -18,8 +18,11 @@ from torch import Tensor
 
 from headwater.common.errors import CheckpointCorrupt, CheckpointFailed, SettingsError
 from headwater.common.model.trained_model import MODEL, load_model
+from headwater.common.settings.sources import load
+from headwater.server.privacy.spent_budget import PRIVACY_FILE
 from headwater.server.rounds import checkpoint
 from headwater.server.rounds.checkpoint import FILE, Progress
+from headwater.simulation.run import run_engine
 
 PROGRESS = Progress(
     run_id=2**61 + 1,
@@ -181,6 +184,22 @@ def test_a_disk_that_fails_late_leaves_the_old_checkpoint(
         save(tmp_path, image_of(8))
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_private_round_is_not_begun_without_room_for_its_checkpoint(full_disk: Path) -> None:
+    """Its noise is spent before its step is kept, and no other round has it back."""
+    chosen: dict[str, Any] = {
+        "task": "tests/tasks.py:TwoLayers",
+        "out": full_disk,
+        "rounds": 3,
+        "plan.accumulation_steps": 2,
+        "privacy.epsilon": 4.0,
+        "privacy.unit": "example",
+        "simulation.clients": 3,
+    }
+    with pytest.raises(CheckpointFailed, match="next round is not begun: its checkpoint takes"):
+        run_engine(load(None, chosen), on_round=lambda _: None, resume=False)
+    assert not (full_disk / PRIVACY_FILE).exists()
 
 
 def test_a_part_left_by_a_killed_process_is_no_hindrance(tmp_path: Path) -> None:
