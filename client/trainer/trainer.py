@@ -27,7 +27,7 @@ from headwater.client.same_data.data_share import data_share
 from headwater.client.trainer.checkpointed_clients import CheckpointedClients
 from headwater.client.trainer.client_examples import ClientExamples
 from headwater.client.trainer.held_out import HeldOutEvaluation
-from headwater.client.trainer.left_out_log import LeftOutLog
+from headwater.client.trainer.left_out_examples import LeftOutLog
 from headwater.client.trainer.loaded_model import LoadedModel
 from headwater.client.trainer.precision import DevicePrecision
 from headwater.client.trainer.speed import measure_speed

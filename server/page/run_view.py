@@ -21,12 +21,13 @@ from headwater.common.settings.schema import Settings
 from headwater.server.features import report_lines
 from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
-from headwater.server.report.device_points import newest, parts_of
 from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
 from headwater.server.report.history import DeviceHistories, RoundHistory
 from headwater.server.report.round_points import (
     Point,
     label,
+    newest,
+    parts_of,
     point_of,
     ring_of,
     task_label,

@@ -6,7 +6,6 @@ A feature is imported if the run's settings turn it on, or if its model needs it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from headwater.common.messages import DescribeRequest, DeviceReport
 from headwater.common.model.layout import ModelLayout
@@ -14,10 +13,8 @@ from headwater.common.settings.schema import Settings
 from headwater.common.terms import Terms, named
 from headwater.common.user_code.named_objects import part_of
 from headwater.server.planning.planner import Assigned
+from headwater.server.planning.target_batch import Demand
 from headwater.server.planning.vitals_columns import Floats, Ints
-
-if TYPE_CHECKING:
-    from headwater.server.planning.demand import Demand
 
 Weights = Mapping[str, int]
 

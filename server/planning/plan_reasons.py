@@ -10,7 +10,8 @@ import math
 from headwater.common.messages import MAX_STEPS
 from headwater.common.wording import bytes_text, counted
 from headwater.server.planning.equal_finish import LINK_BOUND
-from headwater.server.planning.planner import Assignment, SizeBound
+from headwater.server.planning.memory_limit import SizeBound
+from headwater.server.planning.planner import Assignment
 
 # A turn or a transfer is mentioned if it takes at least this part of the round.
 NOTABLE = 0.05

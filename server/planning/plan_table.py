@@ -22,7 +22,8 @@ from headwater.common.settings.schema import EvaluationSettings, Settings
 from headwater.common.terms import Terms
 from headwater.server.planning import plan_reasons
 from headwater.server.planning.features import DraftPlans, PlanningMoments
-from headwater.server.planning.planner import SIZE_BOUNDS, Assigned, SizeBound
+from headwater.server.planning.memory_limit import SIZE_BOUNDS, SizeBound
+from headwater.server.planning.planner import Assigned
 from headwater.server.planning.vitals_columns import Floats, Ints
 
 NamedTerms = Mapping[str, Terms]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from headwater.common.settings import schema as settings
 from headwater.server.planning.noise_scale import DECAY, NoiseScale, RoundNoise
 
 if TYPE_CHECKING:
-    from headwater.server.planning.demand import Demand, Ints
+    from headwater.server.planning.vitals_columns import Ints
 
 TargetBy = Literal["examples", "tokens", "noise scale"]
 
@@ -30,6 +30,31 @@ MAX_CHANGE = 2.0
 # A single example does not show the noise. With twice as many examples as clients, some client has
 # two or more, however they are divided, so that a target at its minimum can rise again.
 MIN_PER_CLIENT = 2
+
+
+class Demand(Protocol):
+    """The work of a round in the place of a target batch, before it is divided by speed."""
+
+    @property
+    def step_examples(self) -> int:
+        """The examples of which a quota is made up; no micro-batch is larger."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What a device holds beside model and gradient."""
+
+    @property
+    def has_set_shares(self) -> bool:
+        """Whether each client's part is set, whatever its speed."""
+
+    def target(self, owned: Collection[int]) -> int:
+        """Return the examples of a round of clients that own so many."""
+
+    def most(self, num_examples: Ints) -> Ints:
+        """Return the most examples of each client."""
+
+    def set_quotas(self, each: Ints, num_examples: Ints) -> Ints:
+        """Return the quotas where K is set, to ``each`` examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

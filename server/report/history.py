@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from headwater.server.report.device_points import RoundParts
-from headwater.server.report.round_points import Point
+from headwater.server.report.round_points import Point, RoundParts
 
 MAX_POINTS = 2_000
 MAX_DEVICE_POINTS = 400  # rounds of one device

@@ -11,12 +11,13 @@ from headwater.common.settings.schema import SETTINGS_FILE
 from headwater.server.features import report_lines
 from headwater.server.operations.round_log import rows_in
 from headwater.server.report import device_tiles as tiles_of
-from headwater.server.report.device_points import RoundParts, parts_of
 from headwater.server.report.device_tiles import MAX_TILES, Tile, new_tile
 from headwater.server.report.history import DeviceHistories, RoundHistory
 from headwater.server.report.round_points import (
     Point,
+    RoundParts,
     label,
+    parts_of,
     point_of,
     ring_of,
     task_label,

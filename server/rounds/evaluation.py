@@ -34,12 +34,12 @@ from headwater.common.wording import counted
 from headwater.server.aggregation.believed_figures import beyond_belief
 from headwater.server.aggregation.round_reports import most_reported
 from headwater.server.fleet import Dropout
+from headwater.server.rounds.features import by_label
 
 log = logging.getLogger(__name__)
 
 MICRO_BATCH_SIZE = 256
 MAX_NAMED = 5  # clients in one log line
-LEAST_DEVICES = 3  # of a label that has metrics of its own, as in a secure session
 
 
 @dataclass(kw_only=True, slots=True)
@@ -222,26 +222,6 @@ def on_devices(
             for label, found in by_label(reports).items()
         },
     )
-
-
-def by_label(reports: Sequence[EvaluateReport]) -> dict[str, list[EvaluateReport]]:
-    """Return the reports of the devices of each label, where that betrays no few of them.
-
-    A label is left out if a sum or difference of what this returns would be of fewer than
-    ``LEAST_DEVICES``: of all devices, of a label, or of several labels. So is one that all devices
-    have. Labels come in the order of their names.
-    """
-    rows_of: dict[str, set[int]] = {}
-    for row, report in enumerate(reports):
-        for label in report.labels.split(",") if report.labels else ():
-            rows_of.setdefault(label, set()).add(row)
-    cells = [set(range(len(reports)))]  # devices that no told label tells apart
-    found = {}
-    for label, rows in sorted(rows_of.items()):
-        parts = [part for cell in cells for part in (cell & rows, cell - rows) if part]
-        if len(rows) < len(reports) and min(map(len, parts)) >= LEAST_DEVICES:
-            cells, found[label] = parts, [reports[row] for row in sorted(rows)]
-    return found
 
 
 def _means_of(

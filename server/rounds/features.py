@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from headwater.common.errors import FeatureMissing, SettingsError
-from headwater.common.messages import Plan
+from headwater.common.messages import EvaluateReport, Plan
 from headwater.common.model.parameters import ModelImage
 from headwater.common.settings.schema import Settings
 from headwater.common.task import Examples, Task
@@ -276,6 +276,16 @@ def round_runner(settings: Settings, fleet: object) -> Any:
         return None
     module = part_of("headwater.server.asynchronous.buffered_rounds")
     return module.BufferedRounds(fleet, settings)
+
+
+def by_label(reports: Sequence[EvaluateReport]) -> dict[str, list[EvaluateReport]]:
+    """Return the reports of the devices of each label that has metrics; {} if no device has one."""
+    if not any(report.labels for report in reports):
+        return {}
+    found: dict[str, list[EvaluateReport]] = part_of(
+        "headwater.server.device_labels.metrics_by_label"
+    ).by_label(reports)
+    return found
 
 
 def trackers(settings: Settings) -> list[Observer]:

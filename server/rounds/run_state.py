@@ -41,7 +41,7 @@ from headwater.server.planning.round_plans import RoundPlanner, RoundPlans
 from headwater.server.planning.target_batch import BatchTotals, Target
 from headwater.server.rounds import evaluation
 from headwater.server.rounds.features import Opening, RunFeature, run_features
-from headwater.server.rounds.left_out_log import LeftOutLog
+from headwater.server.rounds.left_out_examples import LeftOutLog
 from headwater.server.rounds.open_round import Holder, OpenRound
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pytest
 from headwater.server.operations.curves import weight_shares
 from headwater.server.operations.progress import print_weights
 from headwater.server.operations.round_log import row_to_dict
-from headwater.server.report.device_points import parts_of
+from headwater.server.report.round_points import parts_of
 from tests.round_rows import client, masked, row
 
 

@@ -15,10 +15,10 @@ from headwater.common.messages import MAX_STEPS, Plan
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.device_estimates import EstimateColumns
 from headwater.server.planning.equal_finish import LEAST_GAIN, LINK_BOUND, MORE_TIME
+from headwater.server.planning.memory_limit import SizeBound
 from headwater.server.planning.planner import (
     MAX_FINISH_SECONDS,
     Assignment,
-    SizeBound,
     TransferCosts,
 )
 from tests.server.planning.planned import COSTS, ROWS, assign, device, devices_of, here_after, plan

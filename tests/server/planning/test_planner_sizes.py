@@ -12,7 +12,7 @@ from headwater.common.settings import schema as settings
 from headwater.common.wording import bytes_text
 from headwater.server.planning import plan_reasons as reasons
 from headwater.server.planning.device_estimates import EstimateColumns
-from headwater.server.planning.planner import SIZE_BOUNDS, SizeBound, micro_batch_sizes
+from headwater.server.planning.memory_limit import SIZE_BOUNDS, SizeBound, micro_batch_sizes
 from tests.server.planning.planned import MIB, ROWS, Candidate, assign, device, devices_of, plan
 
 

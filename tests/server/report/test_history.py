@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 
 from headwater.server.report import history
-from headwater.server.report.device_points import RoundParts, parts_of
 from headwater.server.report.history import MAX_DEVICE_POINTS, DeviceHistories, RoundHistory
-from headwater.server.report.round_points import point_of
+from headwater.server.report.round_points import RoundParts, parts_of, point_of
 from tests.round_rows import row
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from headwater.client.device.hardware import ThisMachine
 from headwater.client.features import train_round
-from headwater.client.trainer.left_out_log import LeftOutLog
+from headwater.client.trainer.left_out_examples import LeftOutLog
 from headwater.client.trainer.trainer import Trainer
 from headwater.client.training.context import Identity
 from headwater.client.training.sampler import SamplerPosition, SamplerState, window

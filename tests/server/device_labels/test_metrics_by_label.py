@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from headwater.common.messages import EvaluateReport
 from headwater.common.settings.sources import load
+from headwater.server.device_labels.metrics_by_label import LEAST_DEVICES, by_label
 from headwater.server.operations.round_log import rows_in
-from headwater.server.rounds.evaluation import (
-    LEAST_DEVICES,
-    EvaluatedRound,
-    by_label,
-    on_devices,
-)
+from headwater.server.rounds.evaluation import EvaluatedRound, on_devices
 from headwater.server.rounds.round_row import RoundRow
 from headwater.simulation.fleet.fleet_spec import with_fleet
 from headwater.simulation.run import run_engine

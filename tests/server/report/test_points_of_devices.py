@@ -8,7 +8,7 @@ import math
 from headwater.common.messages import Plan, Step, UpdateReport
 from headwater.server.aggregation.round_reports import AcceptedReports
 from headwater.server.operations.round_log import row_to_dict
-from headwater.server.report.device_points import RoundParts, newest, parts_of
+from headwater.server.report.round_points import RoundParts, newest, parts_of
 from headwater.server.rounds.round_row import ClientRows
 from tests.round_rows import client, masked, row
 
