@@ -40,19 +40,22 @@ class Share:
 class Place:
     """A device's place in its epoch: how many examples the epoch has left, 0 between epochs.
 
-    ``num_owned`` is None if every round counts.
+    ``num_owned`` is None if every round counts: where it is unknown, or was told otherwise before
+    (``has_told``).
     """
 
     num_owned: int | None
     num_left: int = 0
     cost: EpochCost = field(default_factory=EpochCost)
+    has_told: bool = False
 
     def after(self, rho: float, share: Share) -> Place:
         """Return the place after a round of cost ``rho``."""
         number, used = self.num_owned, share.num_used
         if number is None or share.num_owned != number:
             cost = self.cost.after(rho, continues=False, begins=1)
-            return Place(num_owned=None, cost=cost)
+            has_told = self.has_told or number is not None or share.num_owned is not None
+            return Place(num_owned=None, cost=cost, has_told=has_told)
         begins = _num_begun(used - self.num_left, number)
         cost = self.cost.after(rho, continues=self.num_left > 0, begins=begins)
         return replace(self, num_left=self.num_left - used + begins * number, cost=cost)
@@ -109,7 +112,12 @@ class ExampleEpochs:
                 cost = replace(place.cost, rho=place.cost.rho + self.rho)
                 places[name] = replace(place, cost=cost)
         elif round_number < self.round:
-            places = {name: replace(place, num_owned=None) for name, place in places.items()}
+            places = {
+                name: replace(
+                    place, num_owned=None, has_told=place.has_told or place.num_owned is not None
+                )
+                for name, place in places.items()
+            }
         return places
 
     def affordable(
@@ -137,12 +145,8 @@ class ExampleEpochs:
         """
         found = set()
         for name, place in self._at(round_number).items():
-            share = shares.get(name)
-            if share is None:
-                is_irregular = place.num_owned is None
-            else:  # one that never told a number is as it was
-                is_irregular = share.num_owned is not None and share.num_owned != place.num_owned
-            if is_irregular:
+            told = shares[name].num_owned if name in shares else place.num_owned
+            if told != place.num_owned or (told is None and place.has_told):
                 found.add(name)
         return found
 
@@ -192,13 +196,19 @@ def _place(places: Mapping[str, Place], name: str, share: Share) -> Place:
 
 
 def _row(place: Place) -> list[Any]:
-    return [place.num_owned, place.num_left, place.cost.rho, place.cost.epoch_rho]
+    return [
+        *(place.num_owned, place.num_left, place.cost.rho, place.cost.epoch_rho),
+        place.has_told,
+    ]
 
 
 def _read(row: Any) -> Place:
-    num_owned, num_left, rho, epoch_rho = row
+    num_owned, num_left, rho, epoch_rho, *has_told = row  # 0.2 wrote four
     if not 0 <= epoch_rho <= rho:
         raise ValueError(f"a cost of {epoch_rho} in one of {rho}")
     return Place(
-        num_owned=num_owned, num_left=num_left, cost=EpochCost(rho=rho, epoch_rho=epoch_rho)
+        num_owned=num_owned,
+        num_left=num_left,
+        cost=EpochCost(rho=rho, epoch_rho=epoch_rho),
+        has_told=has_told == [True],
     )

@@ -22,6 +22,7 @@ from headwater.common.privacy.noise_shares import plain_scale_bits, plain_sigma
 from headwater.common.privacy.terms import PrivacyTerms
 from headwater.common.settings.schema import Settings
 from headwater.server.aggregation.cohort_sum import CohortSum
+from headwater.server.planning.device_estimates import UNTOLD_EXAMPLES
 from headwater.server.privacy.round_terms import terms_of
 from headwater.server.privacy.run_privacy import RunPrivacy
 from headwater.server.privacy.spent_budget import PRIVACY_FILE, spent_in
@@ -170,7 +171,7 @@ BY_EPSILON: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("told", [101, 99, 3])
+@pytest.mark.parametrize("told", [101, 99, 3, UNTOLD_EXAMPLES])
 def test_a_device_that_tells_another_number_of_examples_is_left_out_alone(told: int) -> None:
     rounds = rounds_of(
         RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: OWNED, 6: {**OWNED, "c": told}}
@@ -180,6 +181,16 @@ def test_a_device_that_tells_another_number_of_examples_is_left_out_alone(told: 
     even = rounds_of(RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: OWNED})
     # No later noise follows what c has begun.
     assert [noise for _, noise in rounds] == pytest.approx([noise for _, noise in even])
+
+
+def test_a_device_that_never_tells_a_number_stays_and_its_rounds_all_count() -> None:
+    untold = {**OWNED, "c": UNTOLD_EXAMPLES}
+    privacy = RunPrivacy(settings(**BY_EPSILON), num_values=3)
+    rounds = rounds_of(privacy, {1: untold})
+    assert {len(names) for names, _ in rounds} == {3}
+    assert privacy.epsilon == pytest.approx(4.0, rel=1e-3)
+    told = rounds_of(RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: OWNED})
+    assert rounds[0][1] > 2 * told[0][1]
 
 
 def test_it_stays_where_too_few_would_be_left_and_the_noise_follows_it() -> None:
