@@ -139,12 +139,12 @@ def serve_run(
         if control is not None:
             info = {"pid": os.getpid(), "address": address, "run_id": run_id, "command": command}
             control.start({**info, "working_folder": str(Path.cwd())})
-        grid = make_grid(servicer, (lambda: True) if control is None else control.may_begin)
+        observers = Observers(own_observer, observer)
+        grid = make_grid(servicer, _gate(control, observers))
         grid.enter_run(run_id)
         if shared is not None:
             grid.check_term = shared.check
             loaded.training.share(shared.publish)
-        observers = Observers(own_observer, observer)
         app = server_app(on_round=on_round, resume=resume, observer=observers, loaded=loaded)
         freeze_loaded_objects()
         app(grid, server_context(settings, run_id=run_id))
@@ -164,6 +164,23 @@ def serve_run(
                 soft_wrap=True,
             )
     return RunEnd(goes_on=goes_on, address=address)
+
+
+def _gate(control: RunControl | None, observer: Observer) -> Callable[[], bool]:
+    """Return what says whether the next round may begin, and tells the observer of a pause."""
+    if control is None:
+        return lambda: True
+    was_paused = False
+
+    def may_begin() -> bool:
+        nonlocal was_paused
+        may = control.may_begin()
+        if was_paused is may:
+            was_paused = not may
+            observer.paused(was_paused)
+        return may
+
+    return may_begin
 
 
 def _verifier(settings: Settings, credentials: Credentials | None) -> CertificateVerifier | None:

@@ -66,6 +66,13 @@ class RoundDisplay(Observer):
     def started(self, settings: Settings, *, round_number: int, model: nn.Module) -> None:
         self._round = round_number
 
+    def paused(self, is_paused: bool) -> None:
+        if not is_paused:  # the time of the pause is in no forecast
+            seconds = self._clock() - self._since
+            moved = [(at + seconds, number) for at, number in self._points]
+            self._points = deque(moved, maxlen=MAX_POINTS)
+        self._enter("paused by an operator, begins with headwater-server unpause;" * is_paused)
+
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._round = round_number - 1
         self._points = self._points or deque([(self._clock(), self._round)], maxlen=MAX_POINTS)

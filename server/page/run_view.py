@@ -38,8 +38,8 @@ from headwater.server.rounds.round_row import RoundRow
 from headwater.server.transport.device_records import DeviceRecords
 
 MAX_KEPT_PARTS = 20_000  # clients' figures of rounds that the page has not looked at yet
-WAITING, PLANNING, COMPUTING, STEPPING = (
-    *("waiting for devices", "planning", "devices compute", "stepping and testing"),
+WAITING, PAUSED, PLANNING, COMPUTING, STEPPING = (
+    *("waiting for devices", "paused", "planning", "devices compute", "stepping and testing"),
 )
 
 
@@ -101,6 +101,9 @@ class RunView(Observer):
             for point in points:
                 if point["round"] <= round_number:
                     self.history.add(point)
+
+    def paused(self, is_paused: bool) -> None:
+        self._enter(PAUSED if is_paused else WAITING)
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._round, self._reports = round_number - 1, reports

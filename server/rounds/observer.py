@@ -49,6 +49,9 @@ class Observer:
         ``round_number`` is the checkpoint's round; 0 if there was no checkpoint.
         """
 
+    def paused(self, is_paused: bool) -> None:
+        """Handle an operator's order to begin no further round, or the end of that."""
+
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         """Handle the start of a round, with the reports of the connected clients."""
 
@@ -91,6 +94,10 @@ class Observers(Observer):
     def resumed(self, round_number: int, changed: Changes) -> None:
         for observer in self._observers:
             observer.resumed(round_number, changed)
+
+    def paused(self, is_paused: bool) -> None:
+        for observer in self._observers:
+            observer.paused(is_paused)
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         for observer in self._observers:

@@ -98,7 +98,7 @@ function newTile(device) {
   let number = null;
   const show = (one) => {
     chip(state, one.state);
-    plan.textContent = one.k ? `K ${whole(one.k)} × ${whole(one.size)}` : "no plan yet";
+    plan.textContent = one.k ? `K ${whole(one.k)} × ${whole(one.size)}` : one.state === "gone" ? "" : "no plan yet";
     took.textContent = one.seconds ? seconds(one.seconds) : "";
     const count = Math.min(one.k || 1, MAX_CELLS);
     if (count !== number) {

@@ -113,14 +113,16 @@ function showFigures() {
     }
     add("Effective batch", whole(one.num_examples), one.weight === one.num_examples ? "examples a step" : `examples; weight ${short(one.weight)}`);
     if (one.noise_scale) add("Noise scale", short(one.noise_scale), one.weight === one.num_examples ? "examples, where larger batches stop to help" : "in weight, where larger batches stop to help");
-    add("Updates", short(updatesPerHour), `optimizer steps an hour${clock && `, ${clock}`}`);
+    add("Steps", short(updatesPerHour), `of the optimizer an hour${clock && `, ${clock}`}`);
     add("Speed", short(examplesPerSecond), `examples a second${clock && `, ${clock}`}`);
     if (secondsPerEpoch !== null) add("Epoch", seconds(secondsPerEpoch), `for the ${whole(epochExamples)} examples of all devices`);
     add("Devices", `${whole(one.num_clients)} of ${whole(one.num_invited)}`, "in the last sum");
     const shares = [...fleet.devices.values()].filter((each) => each.weight_share !== null && each.round >= one.round).sort((a, b) => a.weight_share - b.weight_share);
     if (shares.length > 1) {
       const [least, most] = [shares[0], shares[shares.length - 1]];
-      add("Share of weight", `${shareText(least.weight_share)} to ${shareText(most.weight_share)}`, `by device: ${least.name} least, ${most.name} most${one.is_masked ? ", as planned" : ""}`);
+      const planned = one.is_masked ? ", as planned" : "", isEven = least.weight_share === most.weight_share;
+      if (isEven) add("Share of weight", shareText(least.weight_share), `of each device${planned}`);
+      else add("Share of weight", `${shareText(least.weight_share)} to ${shareText(most.weight_share)}`, `by device: ${least.name} least, ${most.name} most${planned}`);
     }
     add("K", one.k_min === one.k_max ? whole(one.k_min) : `${whole(one.k_min)} to ${whole(one.k_max)}`, "micro-batches per device");
     add("Traffic", bytes(one.bytes_up + one.bytes_down), `a round: ↑\u00a0${bytes(one.bytes_up)}, ↓\u00a0${bytes(one.bytes_down)}`);

@@ -129,6 +129,25 @@ def test_a_masked_round_has_its_slowest_device_too() -> None:
     assert "K 5" in text
 
 
+def test_a_pause_is_named_and_is_in_no_forecast() -> None:
+    clock = Clock()
+    shown = display(clock)
+    shown.begun(1, {})
+    for number in range(1, 13):
+        clock.now = 10.0 * number
+        shown.on_round(full_row(number))
+    shown.paused(True)
+    clock.now += 3600.0
+    paused = "paused by an operator, begins with headwater-server unpause; since 1 h"
+    assert shown.wait_line().startswith(f"round 13 of 200: {paused}")
+    shown.paused(False)
+    assert "waits for" in shown.wait_line()
+    clock.now += 10.0
+    shown.on_round(full_row(13))
+    lines = drawn(shown, 120)
+    assert any("10 s a round" in line for line in lines)
+
+
 def test_seconds_of_a_virtual_clock_are_marked() -> None:
     shown = display()
     shown.begun(1, {})

@@ -148,6 +148,13 @@ def test_the_status_says_what_happens_and_why_a_round_was_aborted(view: RunView)
     assert view.status()["note"] == ""
 
 
+def test_a_paused_run_says_so_and_does_not_wait_for_devices(view: RunView) -> None:
+    view.paused(True)
+    assert view.status()["phase"] == "paused"
+    view.paused(False)
+    assert view.status()["phase"] == "waiting for devices"
+
+
 def test_a_hostile_name_is_shortened_and_printable(view: RunView) -> None:
     name = "<img src=x onerror=alert(1)>\x1b]0;" + "x" * 500
     view.on_round(row(1, name))
