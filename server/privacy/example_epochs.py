@@ -84,11 +84,13 @@ def _num_begun(num_more: int, num_owned: int) -> int:
 class ExampleEpochs:
     """The places of all devices of a run, as of the last opened sum.
 
-    ``before`` are those of the sum's devices before it: a crash may undo its round.
+    ``before`` are those of the sum's devices before it: a crash may undo its round. Once the round
+    is committed, its devices go on, and a server that repeats it has an older checkpoint.
     """
 
     round: int = 0
     rho: float = 0.0
+    is_committed: bool = False
     places: Mapping[str, Place]
     before: Mapping[str, Place]
 
@@ -107,11 +109,11 @@ class ExampleEpochs:
     def _at(self, round_number: int) -> dict[str, Place]:
         """Return the places before a round; the costs of a round that is repeated stay."""
         places = dict(self.places)
-        if round_number == self.round:
+        if round_number == self.round and not self.is_committed:
             for name, place in self.before.items():
                 cost = replace(place.cost, rho=place.cost.rho + self.rho)
                 places[name] = replace(place, cost=cost)
-        elif round_number < self.round:
+        elif round_number <= self.round:
             places = {
                 name: replace(
                     place, num_owned=None, has_told=place.has_told or place.num_owned is not None
@@ -168,6 +170,7 @@ class ExampleEpochs:
         return {
             "round": self.round,
             "rho": self.rho,
+            "is_committed": self.is_committed,
             "places": {name: _row(place) for name, place in self.places.items()},
             "before": {name: _row(place) for name, place in self.before.items()},
         }
@@ -185,6 +188,7 @@ def from_json(plain: Mapping[str, Any]) -> ExampleEpochs:
     return ExampleEpochs(
         round=int(plain["round"]),
         rho=float(plain["rho"]),
+        is_committed=bool(plain.get("is_committed", False)),  # 0.2 did not write it
         places={name: _read(row) for name, row in plain["places"].items()},
         before={name: _read(row) for name, row in plain["before"].items()},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -127,6 +128,9 @@ class PrivateRounds(RunFeature):
 
     def committed(self, done: RoundSum) -> None:
         self.privacy.follow_clip(done.bit_sum, num_devices=len(done.names))
+
+    def saved(self, folder: Path) -> None:
+        self.privacy.note_committed(self._run.round)
 
     def figures(self, opened: OpenRound) -> dict[str, Any]:
         spent = self.privacy

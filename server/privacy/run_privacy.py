@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -411,6 +412,18 @@ class RunPrivacy:
         else:
             self._least_of_round = least
         self._gain = (self._least_of_round / terms.noise_multiplier) ** 2
+
+    def note_committed(self, round_number: int) -> None:
+        """Note on disk that the last opened sum's round is in a checkpoint, if it is.
+
+        ``round_number`` is the checkpoint's.
+
+        Raises:
+            StateError: see ``write_events``.
+        """
+        epochs = self._epochs
+        if epochs and not epochs.is_committed and 0 < epochs.round <= round_number:
+            self._write(self._accountant, replace(epochs, is_committed=True))
 
     def _note(
         self,

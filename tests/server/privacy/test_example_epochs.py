@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import dp_accounting
 import pytest
@@ -110,6 +111,17 @@ def test_a_number_of_examples_that_is_unknown_or_changes_makes_every_round_count
     for round_number, number in enumerate(numbers, 1):
         epochs = epochs.after(round_number, 1.0, {"pi": Share(quota=5, num_owned=number)})
     assert epochs.most == 3
+
+
+def test_a_round_that_is_repeated_after_its_checkpoint_makes_every_round_count() -> None:
+    """The devices may have gone on to other examples, so that their places are not known."""
+    shares = {"pi": Share(quota=5, num_owned=10)}
+    undone = committed = NOBODY
+    for number, rho in ((1, 5.0), (2, 1.0)):
+        undone = undone.after(number, rho, shares)
+        committed = replace(committed.after(number, rho, shares), is_committed=True)
+    assert undone.after(2, 5.0, shares).most == 5 + 1
+    assert from_json(committed.as_json()).after(2, 5.0, shares).most == 5 + 5
 
 
 def test_a_checkpoint_of_long_ago_makes_every_round_count() -> None:
