@@ -235,7 +235,10 @@ class UnsupportedModel(TaskError):
     remedy = "build the model in float32; ask for bfloat16 arithmetic with --precision bfloat16"
 class TaskFailed(TaskError):
     """The task's own code raised an exception; on examples, on every one that was tried."""
-    remedy = "try the task on its data alone with `headwater-client check`"
+    remedy = (
+        "correct what is shown, in the task or in the data that it reads; `headwater-client check` "
+        "tries them without a server"
+    )
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         """Take the remedy as given, or what helps against torch's words of unlike dtypes."""

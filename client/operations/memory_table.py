@@ -24,6 +24,7 @@ from headwater.client.trainer.trainer import Trainer
 from headwater.common.errors import OutOfMemory
 from headwater.common.secagg.masking import CHUNK_BYTES as MASK_BYTES
 from headwater.common.transport.limits import CHUNK_BYTES
+from headwater.common.wording import counted
 
 
 class Part(NamedTuple):
@@ -84,9 +85,14 @@ def parts_of_training(
     yield Part("total at its peak", total, "with micro-batches of one example")
 
 
+def rough(fitting: float) -> str:
+    """Return how many examples fit, with two figures: the rest changes from look to look."""
+    return counted(int(fitting) if fitting < 100 else int(float(f"{fitting:.1e}")), "example")
+
+
 def what_makes_it_fit(trainer: Trainer, fitting: float) -> str:
     """Return the measures that make the task fit, and the micro-batches that then fit."""
-    model, size = trainer.image.model, f"in micro-batches of up to {int(fitting):,} examples"
+    model, size = trainer.image.model, f"in micro-batches of up to {rough(fitting)}"
     if not is_on(model):
         return f"{size}, with no activation computed again"
     extents = [*choice_of(model).values()]

@@ -41,7 +41,7 @@ def forecast(
     size = _micro_batch_size(settings, speed, hardware, num_owned)
     number, text = examples_of_round(settings, size, tokens)
     if number > num_owned and settings.plan.accumulation_steps is None:
-        number, text = num_owned, f"{text}, and it has {num_owned:,}"
+        number, text = num_owned, f"{text}, of which it has {num_owned:,}"
     seconds = speed.seconds_per_micro_batch * math.ceil(number / size)
     seconds = (seconds + speed.seconds_per_example * number) / hardware.time_share().share
     rate = number / seconds
@@ -89,7 +89,8 @@ def examples_of_round(settings: Settings, size: int, tokens: float | None) -> tu
         whole = counted(plan.effective_batch_size, "example")
         number = math.ceil(plan.effective_batch_size / num_devices)
     if num_devices == 1:
-        return number, f"{whole} on this device alone, {counted(number, 'example')}"
+        these = "" if plan.tokens_per_update is None else f", {counted(number, 'example')}"
+        return number, f"{whole} on this device alone{these}"
     return number, f"{whole} on {num_devices:,} devices like this one, {number:,} examples each"
 
 

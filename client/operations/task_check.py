@@ -14,6 +14,7 @@ from headwater.client.operations.memory_table import (
     check_fits,
     parts_at_rest,
     parts_of_training,
+    rough,
     what_makes_it_fit,
 )
 from headwater.client.operations.round_forecast import forecast
@@ -113,7 +114,7 @@ def measurements(
         yield (
             "",
             f"{decimal(int(line.base))} + {decimal(int(line.each))} per example of a "
-            f"micro-batch: {int(fitting):,} fit",
+            f"micro-batch: {rough(fitting)} fit",
         )
     lengths = trainer.lengths(identity)
     if line is not None and lengths is not None:

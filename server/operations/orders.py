@@ -143,6 +143,10 @@ def give_order(folder: Path, verb: Verb) -> None:
             f"no server runs in {folder}, so there is nothing to {what}",
             remedy=f"to continue its run: {restart}",
         )
+    order = read_order(folder)
+    if is_up and verb == "resume" and (order is None or order.verb == "resume"):
+        console.print("the run is not paused: there is nothing to undo", soft_wrap=True)
+        return
     write_order(folder, verb)
     if is_up:
         answer = _wait_for_answer(folder, verb, restart)

@@ -126,6 +126,10 @@ class _RunLines(Observer):
         self._status.print_skipped()  # the last round's, before anything that is said of the end
 
 
+def _shown(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.5g}"
+
+
 def print_result(settings: Settings) -> None:
     """Print the last metrics and the paths of the run's files."""
     folder = settings.out
@@ -135,7 +139,7 @@ def print_result(settings: Settings) -> None:
     for last in (row for row in rows[-1:] if row["metrics"]):
         parts: list[Text | str] = [f"after round {last['round']}:"]
         for name, value in last["metrics"].items():
-            shown = "not finite" if value is None else f"{value:.4f}"
+            shown = "not finite" if value is None else _shown(value)
             title = printable_name(name.replace("_", " "))
             parts.append(Text.assemble(title, " ", (shown, "bold")))
         # A row of an earlier version lacks these.

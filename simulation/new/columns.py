@@ -65,7 +65,10 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
             remedy="give each column a name of its own",
         )
     if not rows:
-        raise SettingsError(f"{path} has no rows below its header")
+        raise SettingsError(
+            f"{path} has no rows below its header",
+            remedy="name a CSV file with a header and a row for each example: --csv FILE",
+        )
     return names, rows
 
 
@@ -80,12 +83,16 @@ def table_of(path: Path, *, label: str | None, is_regression: bool) -> Table:
     label = label or names[-1]
     if label not in names:
         raise SettingsError(
-            f"{path} has no column {label!r}", remedy=f"--label one of: {', '.join(names)}"
+            f"{path} has no column {label!r}",
+            remedy=f"--label one of: {', '.join(map(repr, names))}",
         )
     labelled = [row for row in rows if row[label]]
     values = [row[label] for row in labelled]
     if not values:
-        raise SettingsError(f"{path} has no value in the column {label!r}")
+        raise SettingsError(
+            f"{path} has no value in the column {label!r}",
+            remedy="name the column to predict: --label COLUMN",
+        )
     numbers = _numbers(values)
     different = sorted(set(values))
     is_number = is_regression or (
@@ -118,7 +125,10 @@ def table_of(path: Path, *, label: str | None, is_regression: bool) -> Table:
         if name != label:
             _sort(table, name)
     if not table.numbers and not table.categories:
-        raise SettingsError(f"{path} has no column but {label!r} that a task could use")
+        raise SettingsError(
+            f"{path} has no column but {label!r} that a task could use",
+            remedy="name a CSV file with more columns of numbers, or of few different texts",
+        )
     return table
 
 

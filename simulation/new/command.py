@@ -180,7 +180,8 @@ def _own_series(
     name = label or names[-1]
     if name not in names:
         raise SettingsError(
-            f"{data} has no column {name!r}", remedy=f"--label one of: {', '.join(names)}"
+            f"{data} has no column {name!r}",
+            remedy=f"--label one of: {', '.join(map(repr, names))}",
         )
     try:
         values = [float(row[name]) for row in rows if row[name]]
@@ -298,7 +299,7 @@ Train on real devices. The server has `{TASK}` and the test, each device `{TASK}
     headwater server --task {place}:{kind.name} --min-clients 3 {OPTIMIZER} --out runs/first
     headwater client --task {place}:{kind.name} --data {first} --server HOST:8500
 
-On one machine leave `--server` out. `headwater server init` makes keys for devices that join over a
-network. `--secure-aggregation semi-honest` on both sides hides each device's update from the
-server.
+On one machine leave `--server` out, and give each client its own `--name`. `headwater server init`
+makes keys for devices that join over a network. `--secure-aggregation semi-honest` on both sides
+hides each device's update from the server.
 """

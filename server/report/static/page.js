@@ -88,7 +88,8 @@ function showCharts() {
 // Speeds over some rounds: optimizer steps an hour, examples a second, and the seconds in which as
 // many examples are summed as all devices have. Virtual seconds where the clock is virtual.
 function rates(points) {
-  const total = points.reduce((sum, one) => sum + (one.virtual_seconds ?? one.seconds), 0);
+  // Without what the server waited for devices to connect, or was paused.
+  const total = points.reduce((sum, one) => sum + (one.virtual_seconds ?? one.seconds - (one.split.wait ?? 0)), 0);
   const examples = points.reduce((sum, one) => sum + one.num_examples, 0);
   const epoch = points.length ? points[points.length - 1].num_epoch_examples : null;
   return {

@@ -46,7 +46,7 @@ def chosen(**settings: Any) -> Settings:
             5,
             "100 tokens on 2 devices like this one, 5 examples each",
         ),
-        (chosen(), None, 512, "512 examples on this device alone, 512 examples"),
+        (chosen(), None, 512, "512 examples on this device alone"),
         (
             chosen(cohort__min_clients=3),
             None,
