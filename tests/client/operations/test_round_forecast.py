@@ -86,7 +86,7 @@ def test_the_time_is_that_of_the_micro_batches_and_of_their_examples() -> None:
     share = machine.time_share().share
     seconds = (3 * 0.5 + 40 * 0.25) / share
     assert found[0] == ("rate", f"{40 / seconds:.3g} examples a second in micro-batches of 16")
-    assert found[1][1].endswith(f"40 examples: {seconds:.3g} s of computing")
+    assert found[1][1].endswith(f"40 examples on this device alone: {seconds:.3g} s of computing")
 
 
 def test_a_rate_in_tokens_is_shown_where_the_loss_counts_tokens() -> None:
