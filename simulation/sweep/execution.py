@@ -83,7 +83,8 @@ def execute(
             waiting.extend(further)
             state.add(further)
             name = f"{run.folder.parent.name}/{run.folder.name}"
-            outcome = ": ".join(filter(None, (progress.ended, progress.line)))
+            fault = "" if progress.ended == "whole" else progress.ended
+            outcome = ": ".join(filter(None, (fault, progress.line))) or state.time()
             line = f"run {state.num_ended:>4}/{state.num_runs}  {name}  {printable(outcome)}"
             status.event(partial(str, line), is_important=True)
     return state.failed
@@ -160,13 +161,17 @@ class ExecutionDisplay:
             return None
         return passed * (1 - share) / share
 
-    def _figures(self) -> list[str]:
+    def time(self) -> str:
+        """Return how long the runs have taken, and about how long the rest takes."""
         passed = duration(float(round(self._clock() - self._begin)))
         if (left := self.left_seconds()) is not None and left >= 1:
             passed += f", about {duration(float(round(left)))} left"
+        return passed
+
+    def _figures(self) -> list[str]:
         is_known = len(self._done) == self.num_runs
         of = f" of {counted(self._total, 'round')}" if is_known else " rounds"
-        return [f"{self._num_done:,}{of}", passed, self._last_line]
+        return [f"{self._num_done:,}{of}", self.time(), self._last_line]
 
 
 def _num_rounds(run: SweepRun) -> int:
