@@ -107,6 +107,11 @@ def report(comparison: Comparison, *, target: float | None) -> None:
     for title, path in files.items():
         if path is not None:
             console.print(f"  {title:<12}{path}", soft_wrap=True, markup=False)
+    if ends := [one.candidate.name for one in standings if one.runs and one.has_rate_at_end]:
+        print_text(
+            f"The best rate of {', '.join(ends)} is at the end of those tried: a further one "
+            "may be better."
+        )
     if metric == LOSS:
         print_text(
             "The task has no test examples: the training loss compares algorithms poorly, because "

@@ -45,6 +45,11 @@ class Standing:
         return self.candidate.flags(self.rate)
 
     @property
+    def has_rate_at_end(self) -> bool:
+        """Whether the best rate is the smallest or largest that was tried."""
+        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
+
+    @property
     def last(self) -> Spread | None:
         """The metric at the end of the budget."""
         return _spread(run.values[-1] for run in self.runs if run.values)

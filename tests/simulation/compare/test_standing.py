@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from headwater.simulation.compare.standing import Spread, derived_target, equal_
 from headwater.simulation.compare.trajectory import summed, trajectory_of
 from headwater.simulation.sweep.grid import SweepRun
 from headwater.simulation.sweep.results import Result, RoundCost
-from tests.simulation.compare.standings import curve, standing
+from tests.simulation.compare.standings import RATE, curve, standing
 
 
 def test_costs_add_up_over_all_rounds_and_values_stand_at_the_evaluated_ones() -> None:
@@ -109,3 +110,20 @@ def test_a_candidate_s_flags_can_be_typed() -> None:
         other_branch="optimizer",
     )
     assert candidate.flags(0.3) == ("--algorithm fedavg --local-epochs 5 --local-learning-rate 0.3")
+
+
+@pytest.mark.parametrize(
+    ("tried", "is_at_end"),
+    [
+        ({RATE: 1.0}, False),
+        ({0.3 * RATE: 0.5, RATE: 1.0}, True),
+        ({RATE: 1.0, 3 * RATE: 0.5}, True),
+    ],
+)
+def test_a_rate_at_the_end_of_those_tried_is_told(
+    tried: dict[float, float | None], is_at_end: bool
+) -> None:
+    found = replace(standing("exact", curve(0.5)), tried=tried)
+    assert found.has_rate_at_end is is_at_end
+    between = replace(found, tried={0.3 * RATE: 0.5, RATE: 1.0, 3 * RATE: None})
+    assert not between.has_rate_at_end
