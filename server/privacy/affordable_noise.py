@@ -22,15 +22,23 @@ STRONGER, MAX_NAMES = 1.5, 5
 """The log names devices that make the noise so many times as strong for all, the first of them."""
 
 
+MIN_EVEN_PART = 0.25
+"""A device that affords less than this part of an even share of a round has hardly anything left.
+
+Where every round counts from the first on, each may cost a device an even share.
+"""
+
+
 class AffordableNoise:
     """Says which devices of a round the noise follows, and how strong it is."""
 
-    def __init__(self, rho: float, *, min_clients: int) -> None:
+    def __init__(self, rho: float, *, num_rounds: int, min_clients: int) -> None:
         """``rho`` is the zCDP that all rounds may spend together."""
         self._rho = rho
+        self._least = MIN_EVEN_PART * rho / num_rounds
         self._min_clients = min_clients
         self._left_out: set[str] = set()
-        """The devices that are not in the current round, so that its noise does not follow them."""
+        """The devices that were left out of a round."""
         self._logged: set[str] = set()
 
     def without_irregular(
@@ -43,19 +51,24 @@ class AffordableNoise:
     ) -> Mapping[str, Share]:
         """Return the shares without those of devices that told other numbers of examples before.
 
-        They stay where the noise need not be stronger for them, and where they are the greater part
-        or too few others would be left: then the noise is what every device can afford.
+        They stay where the noise need not be stronger for them, and where half of the devices are
+        such, with those of earlier rounds: then the noise is what every device can afford. One that
+        has hardly anything left stays only where too few others would be left.
         """
-        self._left_out = set()
         irregular = epochs.irregular(shares, round_number=round_number)
-        if len(shares.keys() - irregular) < max(self._min_clients, len(shares) / 2):
-            return shares
+        regular = shares.keys() - irregular
         costs = epochs.affordable(
             self._rho, round_number=round_number, rounds=rounds, shares=shares
         )
-        enough = min(cost for name, cost in costs.items() if name not in irregular)
-        self._left_out = {name for name in irregular if costs[name] < enough}
-        return {name: share for name, share in shares.items() if name not in self._left_out}
+        enough = min((costs[name] for name in regular), default=0.0)
+        dear = {name for name in irregular if costs[name] < enough}
+        spent = {name for name in irregular if costs[name] < self._least}
+        num_others = len(shares.keys() | self._left_out) / 2
+        found = dear | spent if len(regular) >= max(self._min_clients, num_others) else spent
+        if len(shares) - len(found) < self._min_clients:
+            return shares
+        self._left_out |= found
+        return {name: share for name, share in shares.items() if name not in found}
 
     def multiplier(
         self,
@@ -73,7 +86,6 @@ class AffordableNoise:
         costs = epochs.affordable(
             self._rho, round_number=round_number, rounds=rounds, shares=shares
         )
-        costs = {name: cost for name, cost in costs.items() if name not in self._left_out}
         self._log_weakest(costs, shares)
         return multiplier_of(min(costs.values()), of=self._rho)
 

@@ -127,30 +127,27 @@ class ExampleEpochs:
     ) -> dict[str, float]:
         """Return the largest cost of each of the remaining rounds by device, if it is in them all.
 
-        The least of them keeps every example within ``total``. A device that is not in the coming
-        round (``shares``) counts with its largest quota.
+        The least of them keeps every example within ``total``: a device that is not in the coming
+        round, whose parts are ``shares``, spends nothing in it.
         """
         places = self._at(round_number)
-        quota = max(share.quota for share in shares.values())
-        everyone = {
-            name: Share(quota=quota, num_owned=one.num_owned) for name, one in places.items()
-        }
         return {
             name: _place(places, name, share).affordable(total, share, rounds)
-            for name, share in (everyone | dict(shares)).items()
+            for name, share in shares.items()
         }
 
     def irregular(self, shares: Mapping[str, Share], *, round_number: int) -> set[str]:
-        """Return the devices whose rounds all count, as they told another number than before.
-
-        With them those that are in no coming round, if theirs all count.
-        """
-        found = set()
-        for name, place in self._at(round_number).items():
-            told = shares[name].num_owned if name in shares else place.num_owned
-            if told != place.num_owned or (told is None and place.has_told):
-                found.add(name)
-        return found
+        """Return the devices whose rounds all count, as they told another number than before."""
+        places = self._at(round_number)
+        return {
+            name
+            for name, share in shares.items()
+            if name in places
+            and (
+                share.num_owned != places[name].num_owned
+                or (share.num_owned is None and places[name].has_told)
+            )
+        }
 
     def affordable_beside(self, total: float, *, rounds: int, shares: Mapping[str, Share]) -> float:
         """Return the cost of a round that uses each example once, before so many others.

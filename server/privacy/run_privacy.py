@@ -91,7 +91,9 @@ class RunPrivacy:
         """What the devices afford where the noise follows an epsilon for each example."""
         if self._epochs is not None and self._rho is not None:
             min_clients = settings.cohort.min_clients
-            self._affordable = AffordableNoise(self._rho, min_clients=min_clients)
+            self._affordable = AffordableNoise(
+                self._rho, num_rounds=self._rounds_from(1), min_clients=min_clients
+            )
         self._banded: BandedNoise | None = None
         """The noise that is correlated over rounds; None where each round's is independent."""
         if chosen.bands > 1:

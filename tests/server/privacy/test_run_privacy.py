@@ -210,6 +210,37 @@ def test_most_devices_are_not_left_out_for_the_sake_of_one() -> None:
     assert privacy.epsilon <= 4.0
 
 
+def test_the_noise_follows_no_device_that_is_in_no_coming_round() -> None:
+    few = {**OWNED, "c": 1}
+    gone = {name: number for name, number in OWNED.items() if name != "c"}
+    privacy = RunPrivacy(settings(**BY_EPSILON), num_values=3)
+    rounds = rounds_of(privacy, {1: few, 2: gone})
+    assert rounds[0][1] > 2 * rounds[1][1]
+    alone = rounds_of(RunPrivacy(settings(**BY_EPSILON), num_values=3), {1: gone})
+    assert [noise for _, noise in rounds[1:]] == pytest.approx([noise for _, noise in alone[1:]])
+    assert privacy.epsilon == pytest.approx(4.0, rel=1e-3)
+
+
+def test_a_device_with_nothing_left_is_left_out_though_others_were_before() -> None:
+    """Each grows in another round: the run goes on with those that have something left."""
+    names = [f"d{at}" for at in range(8)]
+    privacy = RunPrivacy(settings(**BY_EPSILON), num_values=3)
+    owned, there = dict.fromkeys(names, 1000), list(names)
+    for number in range(1, 11):
+        if 3 <= number < 9:
+            owned[names[number - 3]] += 1
+        asked = {
+            name: Plan(round=number, run_seed=0, model_version=0, quota=16, micro_batch_size=8)
+            for name in there
+        }
+        private = privacy.private_plans(asked, max_weight_per_example=1, owned=owned)
+        there = [*private]
+        terms = terms_of(private.values())
+        privacy.add_noise(CohortSum(layout()), terms, round_number=number, names=private)
+    assert there == ["d6", "d7"]
+    assert privacy.epsilon <= 4.0
+
+
 def test_the_log_names_the_device_that_makes_the_noise_stronger(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
