@@ -41,6 +41,10 @@ def read_submission(config: Path, *, server_folder: Path | None) -> Settings:
     if server_folder != Path.cwd():
         settings = _with_absolute_paths(settings)
         check_code(settings, config, folder=server_folder)
+    if settings.has_task_bundle:
+        from headwater.common.task_bundles.signed_bundle import with_opened_task
+
+        settings = with_opened_task(settings)
     written = settings.model_copy(update={"out": settings.out or default_out(settings)})
     Training(written, run_id=0).check()
     return settings.model_copy(update={"submitted_code": noted_code(settings)})
@@ -63,9 +67,11 @@ def _with_absolute_paths(settings: Settings) -> Settings:
 
 
 def _absolute(spec: str | None) -> str | None:
-    """Return FILE.py:NAME with the file's absolute path; any other name, or None, as it is."""
+    """Return FILE.py:NAME or FILE.task with the file's absolute path; any other name as it is."""
     if spec is None:
         return None
+    if spec.endswith(".task"):
+        return str(Path(spec).absolute())
     place, name = split_place(spec)
     if not place.endswith(".py"):
         return spec
@@ -76,7 +82,8 @@ def _absolute(spec: str | None) -> str | None:
 def of_this_server(settings: Settings, server: Settings, *, address: str | None) -> Settings:
     """Return a run's settings on a server that runs: address, certificates and ports stay.
 
-    ``address`` is where the server's devices connect; None before it has listened.
+    So do its alerts, unless the run has its own. ``address`` is where the server's devices connect;
+    None before it has listened.
     """
     own = server.server
     if address is not None:
@@ -89,5 +96,6 @@ def of_this_server(settings: Settings, server: Settings, *, address: str | None)
             "plain_text": server.plain_text,
             "public_metrics": server.public_metrics,
             "threads": server.threads,
+            "alerts": server.alerts if settings.alerts.notify is None else settings.alerts,
         }
     )

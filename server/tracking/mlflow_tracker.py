@@ -18,7 +18,7 @@ from torch import nn
 from headwater.common.errors import SettingsError
 from headwater.common.model.trained_model import MODEL
 from headwater.common.settings.schema import Settings, flattened
-from headwater.common.system.printable import printable_name
+from headwater.common.system.printable import printable, printable_name
 from headwater.server.rounds.model_files import recorded_settings
 from headwater.server.rounds.round_row import RoundRow
 
@@ -33,8 +33,10 @@ class MlflowTracker:
         """Load MLflow.
 
         Raises:
-            SettingsError: it is not installed.
+            SettingsError: it is not installed, or refuses the place that it is to write to.
         """
+        # Else it tries a place that does not answer for minutes, and the run shows nothing.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         try:
             import mlflow
         except ImportError as error:
@@ -43,7 +45,14 @@ class MlflowTracker:
                 remedy="pip install 'headwater[mlflow]'",
             ) from error
         self._entities: Any = mlflow.entities
-        self._client: Any = mlflow.MlflowClient()
+        try:
+            self._client: Any = mlflow.MlflowClient()
+        except Exception as error:  # MLflow's own, of the place that it is set up to write to
+            raise SettingsError(
+                f"--track mlflow: MLflow refuses its place: {printable(str(error))}",
+                remedy="set MLFLOW_TRACKING_URI to another (sqlite:///mlflow.db is a file of the "
+                "working folder), or leave --track out",
+            ) from error
         self._id = ""
         self._settings: Settings | None = None
 

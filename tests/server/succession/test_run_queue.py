@@ -11,6 +11,7 @@ import headwater
 from headwater.common.errors import SettingsError, StateError
 from headwater.common.settings.schema import SETTINGS_FILE, Settings
 from headwater.common.settings.sources import load
+from headwater.common.task_bundles.signed_bundle import bundle_of
 from headwater.server.features import POINTER, QUEUE
 from headwater.server.rounds import checkpoint
 from headwater.server.serve import serve_run
@@ -25,6 +26,7 @@ from headwater.server.succession.run_queue import (
     take_next,
 )
 from headwater.server.succession.submission import of_this_server, read_submission
+from tests.task_bundles.bundles import new_key, publish_code
 
 TASK = "tests/tasks.py:TwoLayers"
 
@@ -199,6 +201,26 @@ def test_a_run_of_the_queue_keeps_the_server_s_address_and_certificates(tmp_path
     found = of_this_server(own, server, address="0.0.0.0:4711")
     assert (found.server.listen, found.tls, found.rounds) == ("0.0.0.0:4711", server.tls, 7)
     assert (found.plain_text, found.threads) == (True, 2)
+
+
+def test_a_run_of_the_queue_has_the_server_s_alerts_unless_it_has_its_own() -> None:
+    server, own = (load(None, {"alerts.notify": name}) for name in ("./tell", "./other"))
+    assert of_this_server(load(None, {}), server, address=None).alerts.notify == "./tell"
+    assert of_this_server(own, server, address=None).alerts.notify == "./other"
+
+
+def test_a_signed_task_is_submitted_as_the_task_that_it_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    key, _ = new_key(tmp_path / "signer.pem")
+    _, bundle = publish_code(tmp_path, key, version=1)
+    (tmp_path / "next.toml").write_text(f'task = "{bundle.name}"\nrounds = 1')
+    settings = read_submission(tmp_path / "next.toml", server_folder=tmp_path)
+    assert settings.task is not None
+    assert settings.task.endswith("parity.py:Parity")
+    assert bundle_of(settings.task) is not None
 
 
 def test_a_server_that_would_not_take_the_queue_refuses_a_run_with_one(tmp_path: Path) -> None:

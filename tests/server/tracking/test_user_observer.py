@@ -143,6 +143,20 @@ def tracked(out: Path, name: str) -> None:
     observer.ended()
 
 
+def test_a_place_that_mlflow_refuses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> None:
+        raise RuntimeError("the file store is in maintenance mode")
+
+    mlflow = ModuleType("mlflow")
+    mlflow.__dict__.update(MlflowClient=refuses, entities=None)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with pytest.raises(SettingsError, match="refuses its place: the file store is in") as refused:
+        tracked(tmp_path / "run", "mlflow")
+    assert "MLFLOW_TRACKING_URI" in refused.value.remedy
+
+
 def test_mlflow_gets_the_settings_the_figures_and_the_path_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
