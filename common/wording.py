@@ -50,3 +50,8 @@ def names_text(names: Sequence[str], number: int) -> str:
 def in_shell(word: str | Path) -> str:
     """Return a path or a word as a shell takes it: quoted where it has spaces, say."""
     return shlex.quote(str(word))
+
+
+def figure_text(value: float) -> str:
+    """Return a loss or a metric: four decimals, and five digits of a large one."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.5g}"

@@ -44,6 +44,7 @@ from headwater.common.task import (
     tell_round,
 )
 from headwater.common.user_code.failures import running
+from headwater.common.wording import figure_text
 from headwater.server.rounds.evaluation import MICRO_BATCH_SIZE, open_test_examples
 
 
@@ -224,7 +225,7 @@ def as_table(evaluated: EvaluatedModel) -> RenderableType:
             str(each.num_examples),
             *([str(each.num_left_out)] if has_gaps else []),
             str(each.weight),
-            f"{each.loss:.4f}" if each.weight else "-",
+            figure_text(each.loss) if each.weight else "-",
             *(_metric(each, name) for name in names),
         )
     reasons = [
@@ -240,7 +241,7 @@ def as_table(evaluated: EvaluatedModel) -> RenderableType:
 
 def _metric(result: DataResult, name: str) -> str:
     metrics = result.metrics
-    return f"{metrics[name]:.4f}" if name in metrics else "-"
+    return figure_text(metrics[name]) if name in metrics else "-"
 
 
 def _title(metric: str) -> str:

@@ -67,8 +67,11 @@ def beyond_belief(
             limit = max(MULTIPLE * median, least)
             if median <= 1 and what != "loss" and is_part(what):
                 limit = MOST_PART
+        than = f"where others have {median:.3g}"
+        if len(each) < LEAST_CLIENTS:
+            than = f"and at most {limit:.3g} is believed of so few devices"
         for at in np.flatnonzero(each > limit).tolist():
-            found.setdefault(names[at], f"{what} {each[at]:.3g}, where others have {median:.3g}")
+            found.setdefault(names[at], f"{what} {each[at]:.3g}, {than}")
     return found
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from headwater.common.errors import StateError
 from headwater.common.parsed_text import result_in
 from headwater.common.system.printable import printable, printable_name
-from headwater.common.wording import counted
+from headwater.common.wording import counted, figure_text
 
 FILE = "evaluation.json"
 MAX_CLASSES, MAX_NAMES = 20, 5
@@ -182,4 +182,4 @@ def _title(name: str) -> str:
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else figure_text(value)

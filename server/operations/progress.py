@@ -20,7 +20,7 @@ from headwater.common.system.live_status import LiveStatus, pack
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.task import load_task, max_weight_per_example, weight_unit
 from headwater.common.user_code.task_spec import bundle_folder
-from headwater.common.wording import counted
+from headwater.common.wording import counted, figure_text
 from headwater.server.features import RESULT_FILES, sample_lines, work_text
 from headwater.server.operations.curves import weight_shares
 from headwater.server.operations.round_display import RoundDisplay, evaluation_figures
@@ -126,10 +126,6 @@ class _RunLines(Observer):
         self._status.print_skipped()  # the last round's, before anything that is said of the end
 
 
-def _shown(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.5g}"
-
-
 def print_result(settings: Settings) -> None:
     """Print the last metrics and the paths of the run's files."""
     folder = settings.out
@@ -139,7 +135,7 @@ def print_result(settings: Settings) -> None:
     for last in (row for row in rows[-1:] if row["metrics"]):
         parts: list[Text | str] = [f"after round {last['round']}:"]
         for name, value in last["metrics"].items():
-            shown = "not finite" if value is None else _shown(value)
+            shown = "not finite" if value is None else figure_text(value)
             title = printable_name(name.replace("_", " "))
             parts.append(Text.assemble(title, " ", (shown, "bold")))
         # A row of an earlier version lacks these.

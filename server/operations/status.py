@@ -28,7 +28,14 @@ from headwater.common.system.console import console
 from headwater.common.system.json_logs import rfc3339, to_json_value
 from headwater.common.system.printable import printable, printable_name
 from headwater.common.transport.limits import same_version
-from headwater.common.wording import counted, duration_text, in_shell, names_text, natural
+from headwater.common.wording import (
+    counted,
+    duration_text,
+    figure_text,
+    in_shell,
+    names_text,
+    natural,
+)
 from headwater.server.features import status_fields, status_lines
 from headwater.server.operations import run_history
 from headwater.server.operations.orders import check_run, read_order
@@ -148,7 +155,7 @@ def as_table(status: dict[str, Any], folder: Path) -> RenderableType:
     last = status["last_round"]
     if last is not None:
         unknown = "not finite" if status["privacy"] is None else "hidden"
-        loss = unknown if last["loss"] is None else f"{last['loss']:.4f}"
+        loss = unknown if last["loss"] is None else figure_text(last["loss"])
         clients = f"{last['num_clients']} of {counted(last['num_invited'], 'client')}"
         examples = counted(last["num_examples"], "example")
         parts.append(
