@@ -55,6 +55,9 @@ ANSWERED_LATE = f"it answered {MAX_LATE} sessions in a row too late"
 RANDOM_ROOM = 2.0
 """What random-k leaves out grows in the first rounds: from the first to the second it doubles."""
 
+# Of the first sum: below so many times its rounding it is said.
+MIN_SIGNAL = 100.0
+
 
 class MaskedRounds(RunFeature):
     """Opens secure sessions, and keeps what a run's masked rounds hand on to the next one."""
@@ -314,6 +317,8 @@ class MaskedRounds(RunFeature):
         if done.num_clipped:
             is_guess = was_blind and ring_bits != WIDE_RING and "privacy" not in plan.terms
             self._note_clipped(plan.round, done.num_clipped, total, is_guess=is_guess)
+        if was_blind and "privacy" not in plan.terms:
+            _warn_of_rounding(plan.round, done, total)
         self.summed_at = model_digest
         if cohort.coding is not None:
             mean_P = torch.zeros(num_values)
@@ -395,3 +400,20 @@ def clients_by_model(names: Iterable[str], plans: Mapping[str, Plan]) -> dict[in
     for name in names:
         found.setdefault(plans[name].model_version, []).append(name)
     return dict(sorted(found.items()))
+
+
+def _warn_of_rounding(number: int, done: RoundSum, total: UnmaskedSum) -> None:
+    """Warn of a first sum whose gradients are so small that the ring's steps show in them."""
+    encoding = total.session.parameters.encoding
+    step = math.ldexp(1.0, -encoding.scale_bits) / done.weight
+    rounding = math.sqrt(len(total.survived) / 12) * step
+    largest = float(done.mean_P.abs().max()) if len(done.mean_P) else 0.0
+    if 0 < largest < MIN_SIGNAL * rounding:
+        log.warning(
+            "round %d: the largest mean gradient of the first masked sum is %.2g, and its rounding "
+            "%.2g, as its scale was not known; later sums are finer. If gradients are so small "
+            "throughout, scale the loss up",
+            number,
+            largest,
+            rounding,
+        )
