@@ -408,7 +408,7 @@ def _warn_of_rounding(number: int, done: RoundSum, total: UnmaskedSum) -> None:
     step = math.ldexp(1.0, -encoding.scale_bits) / done.weight
     rounding = math.sqrt(len(total.survived) / 12) * step
     largest = float(done.mean_P.abs().max()) if len(done.mean_P) else 0.0
-    if 0 < largest < MIN_SIGNAL * rounding:
+    if largest < MIN_SIGNAL * rounding:
         log.warning(
             "round %d: the largest mean gradient of the first masked sum is %.2g, and its rounding "
             "%.2g, as its scale was not known; later sums are finer. If gradients are so small "

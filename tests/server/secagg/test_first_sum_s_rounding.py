@@ -14,7 +14,7 @@ from tests.python_tasks import Signs
 class Faint(Signs):
     """As ``Signs``, with a loss that is multiplied by ``SCALE``."""
 
-    SCALE = 1e-8
+    SCALE = 1e-7
 
     def loss_sum(
         self, model: nn.Module, batch: tuple[Tensor, Tensor]
@@ -33,3 +33,12 @@ def test_a_first_sum_that_is_mostly_rounding_is_said_once(
     said = [one.getMessage() for one in caplog.records if "its rounding" in one.getMessage()]
     assert len(said) == is_said
     assert all(text.startswith("round 1: the largest mean gradient") for text in said)
+
+
+def test_gradients_that_round_to_nothing_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Faint, "SCALE", 1e-12)
+    given: dict[str, Any] = {"clients": 4, "rounds": 1, "accumulation_steps": 2, "progress": False}
+    headwater.simulate(Faint, **given, secure_aggregation="semi-honest")
+    assert "the largest mean gradient of the first masked sum is 0" in caplog.text
