@@ -26,6 +26,7 @@ from headwater.common.user_code.failures import is_allocation_failure
 
 PREDICT, PREDICTIONS = "predict", "predictions"
 EXAMPLE, PREDICTION = "example", "prediction"
+NAMES = "example_names"
 BATCH_SIZE = 64
 
 Row = dict[str, Any]
@@ -41,6 +42,8 @@ class Predictor:
     """By the example's position."""
     columns: list[str] | None = None
     """The names of the columns, once there is a row."""
+    _names: Sequence[str] | None = None
+    """The names of the examples, where the data set has some (docs/data.md)."""
 
     def __post_init__(self) -> None:
         """Check that the task predicts something.
@@ -63,6 +66,8 @@ class Predictor:
             MemoryError: one example alone does not fit.
         """
         self.model.eval()
+        names = getattr(examples, NAMES, None)
+        self._names = names if names is not None and len(names) == len(examples) else None
         for start in range(0, len(examples), BATCH_SIZE):
             yield from self._rows(examples, range(start, min(start + BATCH_SIZE, len(examples))))
 
@@ -85,7 +90,8 @@ class Predictor:
             self.faults[positions[0]] = exception_fault(error)
             return
         for at, position in enumerate(positions):
-            yield {EXAMPLE: position, **{name: column[at] for name, column in columns.items()}}
+            example = position if self._names is None else self._names[position]
+            yield {EXAMPLE: example, **{name: column[at] for name, column in columns.items()}}
 
     def _check_names(self, names: list[str]) -> None:
         if self.columns is not None and self.columns != names:

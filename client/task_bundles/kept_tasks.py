@@ -124,7 +124,8 @@ def check_offer(bundle: TaskBundle, device: ClientSettings, kept: list[KeptTask]
         raise TaskBundleRefused(
             f"the server's task {title} is signed by {bundle.signer}, whom this device does not "
             "trust",
-            remedy=f"if that is your operator's key, add it: --trust {bundle.signer}",
+            remedy="ask your operator for their key, by another way than this server; if it is "
+            "this one, start the client with --trust and the key",
         )
     if pinned is not None and not bundle.digest.startswith(pinned):
         raise TaskBundleRefused(

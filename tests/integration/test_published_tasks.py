@@ -88,7 +88,8 @@ def test_a_device_says_why_it_takes_no_task(tmp_path: Path) -> None:
         refused = device(processes, port, 0, other, "--once")
         assert refused.wait() != 0
         assert f"signed by {trust}, whom this device does not trust" in refused.text()
-        assert f"--trust {trust}" in refused.text()
+        assert f"is signed by {trust}" in refused.text()
+        assert "by another way than this server" in refused.text()
         pinned = device(processes, port, 1, trust, "--once", "--pin-task", "0" * 16)
         assert pinned.wait() != 0
         assert f"--pin-task {bundle.digest[:16]}" in pinned.text()

@@ -44,6 +44,14 @@ def test_there_is_a_row_for_each_example_in_their_order() -> None:
     assert found == [{"example": at, "prediction": 2.0 * at} for at in range(NUM)]
 
 
+def test_examples_that_have_names_are_told_by_them() -> None:
+    named = examples(3)
+    named.example_names = ["a.png", "b.png", "c.png"]  # type: ignore[attr-defined]
+    task: Any = Doubles()
+    found = Predictor(task=task, model=nn.Identity()).rows(named)
+    assert [one["example"] for one in found] == ["a.png", "b.png", "c.png"]
+
+
 def test_a_dict_names_columns_of_any_values() -> None:
     class Named:
         def predict(self, model: nn.Module, batch: Any) -> Any:
