@@ -222,8 +222,9 @@ def publish(
         list[Path] | None,
         typer.Option(
             "--with",
-            metavar="FILE",
-            help="A file beside the task that it reads or imports. May be repeated.",
+            metavar="PATH",
+            help="A file beside the task that it reads or imports, or a folder of such: the test "
+            "that the server reads too. May be repeated.",
         ),
     ] = None,
     requires: Annotated[

@@ -98,7 +98,7 @@ def open_test_examples(task: Task, model: nn.Module) -> Examples | None:
         raise MissingData(
             f"the task's test_examples found no data: {described(error)}",
             remedy="put the file where test_examples looks for it; into a signed task with "
-            "`headwater-server publish --with FILE`",
+            "`headwater-server publish --with PATH`",
         ) from error
     if examples is None or len(examples) == 0:
         return None

@@ -94,8 +94,8 @@ def publish(
     """Write a task's bundle, and return it with its file.
 
     With ``folder`` all files below it are in the bundle, which must have the task's file; else that
-    file and those ``beside`` it. Without a ``version`` it is one more than that of the newest
-    bundle in the folder.
+    file and those ``beside`` it, of a folder all. Without a ``version`` it is one more than that of
+    the newest bundle in the folder.
 
     Raises:
         UnknownTask: the task cannot be loaded here.
@@ -111,7 +111,9 @@ def publish(
             remedy="name the task's file: publish my_task.py:MyTask",
         )
     root = file.resolve().parent if folder is None else folder.resolve()
-    own = [file.resolve(), *(one.resolve() for one in beside)]
+    own = [file.resolve()]
+    for one in map(Path.resolve, beside):
+        own += _files_of(one) if one.is_dir() else [one]
     paths = own if folder is None else _files_of(root)
     if outside := [one for one in own if one not in paths or not one.is_relative_to(root)]:
         raise SettingsError(
@@ -136,7 +138,11 @@ def publish(
     except ValidationError as error:
         raise TaskBundleRefused(error.errors()[0]["msg"]) from error
     except OSError as error:
-        raise SettingsError(f"{error.filename}: {error.strerror}") from error
+        raise SettingsError(
+            f"{error.filename}: {error.strerror}",
+            remedy="name files that are there with --with, and a place that can be written with "
+            "--out",
+        ) from error
 
 
 def publish_again(
@@ -204,7 +210,9 @@ def _files_of(root: Path) -> list[Path]:
         found = [one for one in found if one.suffix not in (SUFFIX, ".pyc")]
         if len(found) > MAX_FILES:
             raise SettingsError(
-                f"{root} has more than {MAX_FILES} files", remedy="name a folder of code alone"
+                f"{root} has more than {MAX_FILES} files",
+                remedy="name a folder of code alone; many files of a test go into one, which the "
+                "task opens: a .npz or a .zip",
             )
     if links := [one for one in found if one.is_symlink()]:
         raise SettingsError(

@@ -48,7 +48,7 @@ def test_unreadable_test_examples_are_refused_before_the_first_round(tmp_path: P
     settings = load(None, {"task": f"{file}:Blind", "simulation.clients": 3, "out": tmp_path / "o"})
     with pytest.raises(SettingsError, match="test_examples found no data") as raised:
         run_engine(settings, on_round=lambda row: None, resume=False)
-    assert "publish --with FILE" in str(raised.value.remedy)
+    assert "publish --with PATH" in str(raised.value.remedy)
     assert not (tmp_path / "o" / MODEL).exists()
 
 

@@ -273,6 +273,20 @@ def test_files_beside_the_task_go_along(tmp_path: Path) -> None:
         publish(spec, key=key, beside=[tmp_path / "other.csv"])
 
 
+def test_a_folder_beside_the_task_goes_along_with_all_its_files(tmp_path: Path) -> None:
+    key, _ = new_key(tmp_path / "signer.key")
+    spec = write_code(tmp_path / "code")
+    test = tmp_path / "code" / "test"
+    (test / "cats").mkdir(parents=True)
+    for name in ("cats/1.png", "dogs.txt", ".hidden"):
+        (test / name).write_text(name)
+    beside = [tmp_path / "code" / "sizes.py", test]
+    bundle, _ = publish(spec, key=key, beside=beside, requires=["numpy"])
+    assert sorted(bundle.content.files) == [
+        *("parity.py", "sizes.py", "test/cats/1.png", "test/dogs.txt")
+    ]
+
+
 def test_versions_follow_those_that_lie_beside_the_task(tmp_path: Path) -> None:
     key, _ = new_key(tmp_path / "signer.key")
     spec = write_code(tmp_path / "code")
