@@ -87,7 +87,7 @@ def decoded(
     first, last = start // BLOCK, -(-stop // BLOCK)
     codes, scales = _parts(memory)
     number = (last - first) * BLOCK
-    found = torch.empty(number) if room is None else room[:number]
+    found = torch.empty(number, dtype=torch.float32) if room is None else room[:number]
     columns = (
         torch.split(codes[first * BLOCK // 2 : last * BLOCK // 2], CHUNK_BLOCKS * BLOCK // 2),
         # An element is two numbers.

@@ -205,7 +205,7 @@ class _Product(torch.autograd.Function):
 @contextmanager
 def _wide(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Give a decoded weight in a dtype until the block ends."""
-    if may_be_lent(dtype):
+    if may_be_lent(memory, dtype):
         with lent_room(num_decoded(shape)) as room:
             yield decoded(memory, shape, room=room)
     else:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from headwater.common.errors import UnsupportedModel
@@ -156,10 +157,10 @@ def lent_room(num_values: int) -> Iterator[Tensor]:
     try:
         room = ROOMS.pop()
     except IndexError:  # the first time, or another thread has it
-        room = torch.empty(num_values)
+        room = torch.empty(num_values, dtype=torch.float32)
     if room.numel() < num_values:
         del room  # before a larger one is allocated
-        room = torch.empty(num_values)
+        room = torch.empty(num_values, dtype=torch.float32)
     try:
         yield room[:num_values]
     finally:
@@ -167,9 +168,15 @@ def lent_room(num_values: int) -> Iterator[Tensor]:
             ROOMS.append(room)
 
 
-def may_be_lent(dtype: torch.dtype) -> bool:
-    """Return whether a product may use a lent room: in float32, and within no ``torch.func``."""
-    return dtype is torch.float32 and not torch._C._are_functorch_transforms_active()
+def may_be_lent(stored: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a stored weight may be widened in a lent room.
+
+    In float32, where it is computed now: within no transform of ``torch.func``, and not to be
+    compiled, exported or only foreseen.
+    """
+    is_plain = type(stored) is Tensor and stored.device.type == "cpu"
+    is_transformed = torch._C._are_functorch_transforms_active() or is_compiling()
+    return is_plain and dtype is torch.float32 and not is_transformed
 
 
 class _Product(torch.autograd.Function):
@@ -196,7 +203,7 @@ class _Product(torch.autograd.Function):
 @contextmanager
 def _wide(weight_IO: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Give a weight in a wider dtype, with the strides that it has, until the block ends."""
-    if not may_be_lent(dtype):
+    if not may_be_lent(weight_IO, dtype):
         yield weight_IO.to(dtype)
         return
     is_turned = not weight_IO.is_contiguous()

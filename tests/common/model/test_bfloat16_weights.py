@@ -138,6 +138,21 @@ def test_one_weight_s_room_is_lent_to_the_next_and_released_with_freed_memory() 
     assert not ROOMS
 
 
+def test_a_room_is_in_float32_whatever_the_caller_s_default_is() -> None:
+    release_freed_memory()
+    layer = nn.Linear(4, 3).requires_grad_(False)
+    store_in_bfloat16(layer)
+    values = torch.randn(2, 4)
+    expected = layer(values)
+    release_freed_memory()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(layer(values), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [room.dtype for room in ROOMS] == [torch.float32]
+
+
 def test_products_of_two_threads_do_not_share_a_room() -> None:
     torch.manual_seed(0)
     plain = [nn.Linear(300, 200, bias=False).requires_grad_(False) for _ in range(2)]
