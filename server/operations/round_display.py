@@ -35,6 +35,9 @@ NOT_METRICS = ("train_loss",)
 ON_TIME = ("quota", "finish")  # the reasons for which a device stops as planned
 
 
+PAUSED = "paused by an operator, begins with headwater-server unpause;"
+
+
 class RoundDisplay(Observer):
     """The state of a run, as its observers know it, and its text."""
 
@@ -71,7 +74,7 @@ class RoundDisplay(Observer):
             seconds = self._clock() - self._since
             moved = [(at + seconds, number) for at, number in self._points]
             self._points = deque(moved, maxlen=MAX_POINTS)
-        self._enter("paused by an operator, begins with headwater-server unpause;" * is_paused)
+        self._enter(PAUSED if is_paused else "")
 
     def begun(self, round_number: int, reports: Mapping[str, DeviceReport]) -> None:
         self._round = round_number - 1
