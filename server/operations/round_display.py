@@ -33,8 +33,6 @@ MAX_NAMES = 5
 SPLITS = ("test_", "held_out_", "train_")
 NOT_METRICS = ("train_loss",)
 ON_TIME = ("quota", "finish")  # the reasons for which a device stops as planned
-
-
 PAUSED = "paused by an operator, begins with headwater-server unpause;"
 
 

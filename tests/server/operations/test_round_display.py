@@ -58,9 +58,9 @@ def drawn(shown: RoundDisplay, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def running() -> RoundDisplay:
+def running(clock: Clock | None = None) -> RoundDisplay:
     """Return a display after 12 rounds of 10 s each."""
-    clock = Clock()
+    clock = clock or Clock()
     shown = display(clock)
     shown.begun(1, {})
     for number in range(1, 13):
@@ -131,11 +131,7 @@ def test_a_masked_round_has_its_slowest_device_too() -> None:
 
 def test_a_pause_is_named_and_is_in_no_forecast() -> None:
     clock = Clock()
-    shown = display(clock)
-    shown.begun(1, {})
-    for number in range(1, 13):
-        clock.now = 10.0 * number
-        shown.on_round(full_row(number))
+    shown = running(clock)
     shown.paused(True)
     clock.now += 3600.0
     paused = "paused by an operator, begins with headwater-server unpause; since 1 h"
