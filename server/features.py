@@ -22,7 +22,11 @@ QUEUE, POINTER = "queue", "successor.json"
 """The files of a run behind which others wait, and of one that another has followed."""
 
 # Modules with ``status_fields`` and ``status_lines``, in the order in which the status has them.
-STATUS = ("headwater.server.privacy.spent_budget", "headwater.server.succession.queue_status")
+STATUS = (
+    "headwater.server.privacy.spent_budget",
+    "headwater.server.succession.queue_status",
+    "headwater.server.standby.shared_status",
+)
 
 RESULT_FILES = (
     ("adapter", "adapter.safetensors"),

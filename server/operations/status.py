@@ -227,7 +227,8 @@ def _headline(status: dict[str, Any], folder: Path) -> str:
         typed = escape(in_shell(folder))
         line = (
             f"[bold red]down[/]: no server runs in {path}, last heartbeat {ago}; continue with: "
-            f"{escape(printable(status['command']))} --resume --out {typed}"
+            f"{escape(printable(status['command']))} "
+            f"{'--standby' if status['shared_state'] else '--resume'} --out {typed}"
         )
         if status["order"] == "pause":
             line += f"\nstill paused; to undo: headwater-server unpause --out {typed}"

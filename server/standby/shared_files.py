@@ -16,12 +16,12 @@ from headwater.server.operations import orders, run_history, run_lock
 from headwater.server.operations.round_log import CURVES, EVENTS, REPORT, ROUNDS
 from headwater.server.operations.run_lock import RunLock
 from headwater.server.privacy.banded_noise import NOISE_FOLDER
+from headwater.server.standby.shared_status import OWNER
 from headwater.server.standby.state_store import StateStore
 from headwater.server.standby.term_record import STORED, TermRecord, is_code
 
 # What belongs to one server: its lock, its operator's order, its history, and drawings that can be
 # made again. Some names go on, as in history.sqlite-wal of an earlier version.
-OWNER = "shared-state"
 """The file that names the shared state of which a folder is a copy."""
 OWN = (
     *(run_lock.FILE, orders.FILE, EVENTS, CURVES, REPORT, ROUNDS, OWNER),

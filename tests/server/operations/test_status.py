@@ -148,6 +148,17 @@ def test_status_of_an_ended_server_shows_the_last_heartbeat_and_fails(folder: Pa
     assert "connected" not in text.replace("devices connected", "")
 
 
+def test_status_of_a_copy_of_a_shared_run_says_that_another_server_may_serve_it(
+    folder: Path,
+) -> None:
+    RunLock(folder).release()
+    (folder / "shared-state").write_text("/srv/shared")
+    code, text = run("status", "--out", folder)
+    assert code == 1
+    assert "continue with: headwater-server --standby --out" in text
+    assert "a copy of the run in /srv/shared: another server may serve it" in text
+
+
 def end(folder: Path, *, round_number: int, reason: str) -> None:
     RunLock(folder).release()
     events = [("started", ""), ("ended", reason)]
