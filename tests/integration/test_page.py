@@ -37,9 +37,13 @@ def page_of(process: Process) -> str:
 
 
 def assert_rates(page: Tab, lines: list[dict[str, Any]]) -> None:
-    """Compare the page's speeds with those of the last twenty rounds in rounds.jsonl."""
+    """Compare the page's speeds with those of the last twenty rounds in rounds.jsonl.
+
+    They are without the time for which the server waited for devices to connect.
+    """
     lines = lines[-20:]
-    virtual, real = ([line[name] for line in lines] for name in ("virtual_seconds", "seconds"))
+    virtual = [line["virtual_seconds"] for line in lines]
+    real = [line["seconds"] - line["seconds_split"]["wait"] for line in lines]
     total = sum(real if virtual[0] is None else virtual)
     num_examples = sum(line["num_examples"] for line in lines)
     epoch = lines[-1]["num_epoch_examples"]
