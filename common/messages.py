@@ -85,7 +85,7 @@ AlgorithmLabel = Annotated[str, Field(max_length=MAX_ALGORITHM_CHARACTERS)]
 
 TaskCode = Annotated[str, Field(pattern=r"^.{1,100} [0-9a-f]{64}$")]
 """The name of a task's class and the digest of its code (``user_code.task_spec.code_of``)."""
-# As a pydantic pattern, which Unicode's letters are repeated in, this takes 15 MB and 50 ms.
+# A pydantic pattern that repeats Unicode's letters compiles to 15 MB, in 50 ms.
 Labels = Annotated[str, Field(max_length=MAX_LABELS), AfterValidator(checked_labels)]
 FrozenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """The digest of the model's frozen part (``common.model.frozen_part``)."""

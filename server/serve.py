@@ -174,11 +174,11 @@ def _gate(control: RunControl | None, observer: Observer) -> Callable[[], bool]:
 
     def may_begin() -> bool:
         nonlocal was_paused
-        may = control.may_begin()
-        if was_paused is may:
-            was_paused = not may
-            observer.paused(was_paused)
-        return may
+        is_paused = not control.may_begin()
+        if is_paused != was_paused:
+            was_paused = is_paused
+            observer.paused(is_paused)
+        return not is_paused
 
     return may_begin
 

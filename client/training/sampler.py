@@ -400,8 +400,8 @@ def _permute(run_seed: int, epoch: int, name: str, num_examples: int) -> Ints:
     except MemoryError as error:
         raise OutOfMemory(
             f"the order of {num_examples:,} examples does not fit in the memory: {error}",
-            remedy="give the device fewer examples: len(examples) is the number of those that it "
-            "has, each of which is used once an epoch",
+            remedy="give the device fewer examples: len(examples) is how many it has, and an epoch "
+            "uses each once",
         ) from None
     return order
 

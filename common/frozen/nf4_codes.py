@@ -67,7 +67,7 @@ def encoded(weight: Tensor) -> Tensor:
 
 
 def num_decoded(shape: tuple[int, int]) -> int:
-    """Return the numbers of a weight's blocks, the last of which is filled up."""
+    """Return how many numbers a weight's blocks hold: the last one is filled up."""
     return -(-shape[0] * shape[1] // BLOCK) * BLOCK
 
 

@@ -133,7 +133,7 @@ def rare_collections() -> Iterator[None]:
 
 
 ROOMS: list[Any] = []
-"""Memory that is kept for its next use until ``release_freed_memory``."""
+"""Memory that stays for its next use, until ``release_freed_memory``."""
 
 
 def release_freed_memory() -> None:

@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 STRONGER, MAX_NAMES = 1.5, 5
 """The log names devices that make the noise so many times as strong for all, the first of them."""
-
-
 MIN_EVEN_PART = 0.25
 """A device that affords less than this part of an even share of a round has hardly anything left.
 
@@ -56,6 +54,8 @@ class AffordableNoise:
         has hardly anything left stays only where too few others would be left.
         """
         irregular = epochs.irregular(shares, round_number=round_number)
+        if not irregular:
+            return shares
         regular = shares.keys() - irregular
         costs = epochs.affordable(
             self._rho, round_number=round_number, rounds=rounds, shares=shares

@@ -40,8 +40,8 @@ class Share:
 class Place:
     """A device's place in its epoch: how many examples the epoch has left, 0 between epochs.
 
-    ``num_owned`` is None if every round counts: where it is unknown, or was told otherwise before
-    (``has_told``).
+    ``num_owned`` is None if every round counts: the number is unknown, or the device told another
+    one before (``has_told``).
     """
 
     num_owned: int | None

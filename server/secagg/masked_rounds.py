@@ -55,7 +55,7 @@ ANSWERED_LATE = f"it answered {MAX_LATE} sessions in a row too late"
 RANDOM_ROOM = 2.0
 """What random-k leaves out grows in the first rounds: from the first to the second it doubles."""
 
-# Of the first sum: below so many times its rounding it is said.
+# The log says so where the first sum's largest gradient is below so many times its rounding.
 MIN_SIGNAL = 100.0
 
 
